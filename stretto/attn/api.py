@@ -1,0 +1,74 @@
+"""What an attention backend is: paged, ragged, with every length read from the device.
+
+A backend serves all rows of a step in one call, whatever their q: a prompt's chunk, a decoded token, a verify window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from stretto.ragged import RaggedStep
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Attention of one layer, as the model declares it."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None  # a query at position p sees positions p - window + 1 .. p; None: all up to p
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    has_sinks: bool = False  # one learned logit per head joins the softmax
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Layers that share page tables: all of one kind, full or one window."""
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AttnCaps:
+    """What a backend provides; compared with what model and configuration need at start-up."""
+
+    page_sizes: frozenset[int] | None  # None: any
+    head_dims: frozenset[int] | None  # None: any
+    window: bool
+    sinks: bool
+    softcap: bool
+    empty_rows: bool
+    host_lengths: Literal["none", "bound"]  # a backend that needs exact lengths on the host is refused
+    graphs: bool  # may be captured in a CUDA graph
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+
+
+class AttentionBackend(Protocol):
+    """metadata() runs once a step and group, attend() once a layer; neither may synchronise with the host."""
+
+    caps: AttnCaps
+
+    def metadata(self, step: RaggedStep, group: int, layer: LayerSpec) -> object:
+        """Whatever of the step this backend shares between the layers of a group."""
+        ...
+
+    def attend(self, layer: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep,
+               group: int, meta: object, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """q [T, H, D]; caches [pages, page_size, Hkv, D], already holding the step's own keys and values.
+        Returns [T, H, D]. Rows of padding tokens are unspecified but finite."""
+        ...
+
+
+class Attend(Protocol):
+    """The one call a model makes, bound to a step: writes the step's keys and values, then attends.
+
+    `layer` is the model's layer index. q [T, H, D], k and v [T, Hkv, D], rotary embedding applied. Returns [T, H, D]."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                 sinks: torch.Tensor | None = None) -> torch.Tensor: ...

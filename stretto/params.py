@@ -1,0 +1,100 @@
+"""What a request asks of the sampler. No torch in this module.
+
+Order in which the processors act, at every position of a verify window: logit bias, min_tokens (stop ids masked),
+penalties (repetition over prompt and output; presence and frequency over output, ids accepted earlier in the same
+window included), temperature, top-k, top-p, min-p. Greedy is temperature 0: the lowest id among equal maxima.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from stretto.wire import MAX_STOP_IDS
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_STOP_STRINGS = 64
+
+
+class ParameterError(ValueError):
+    """A sampling parameter that cannot be honoured. `param` is the field's name in the request."""
+
+    def __init__(self, param: str, message: str):
+        super().__init__(message)
+        self.param = param
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Defaults are those of the OpenAI API, except temperature and top_p, which a model's generation_config may set."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    max_tokens: int | None = None  # None: as many as the context has room for; 0: score the prompt only
+    seed: int | None = None  # None: a random seed for each request
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False  # keep the matched stop string in the text
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # alternatives to report for each generated token; 0: only the token itself
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    speculation: int | None = None  # most drafts a step for this request; None: the server's setting; 0: off
+
+    def check(self, vocab_size: int) -> None:
+        """Raises ParameterError, naming the field, the value and the limit."""
+        self._check_ranges()
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise ParameterError("n", f"n is {self.n}; it must lie in 1..{MAX_CHOICES}")
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise ParameterError("max_tokens", f"max_tokens is {self.max_tokens}; it must be 0 or more")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError("min_tokens", f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ParameterError("stop", f"{len(self.stop)} stop strings; the limit is {MAX_STOP_STRINGS}")
+        if any(not s for s in self.stop):
+            raise ParameterError("stop", "a stop string is empty")
+        if len(self.stop_token_ids) > MAX_STOP_IDS // 2:
+            raise ParameterError("stop_token_ids", f"{len(self.stop_token_ids)} ids; the limit is {MAX_STOP_IDS // 2}")
+        self._check_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        if len(self.logit_bias) > MAX_BIASES:
+            raise ParameterError("logit_bias", f"{len(self.logit_bias)} entries; the limit is {MAX_BIASES}")
+        self._check_ids("logit_bias", self.logit_bias, vocab_size)
+        for value in self.logit_bias.values():
+            if not (math.isfinite(value) and -100 <= value <= 100):
+                raise ParameterError("logit_bias", f"a bias is {value}; it must lie in -100..100")
+
+    def _check_ranges(self) -> None:
+        for name, low, high in (("temperature", 0, 1e6), ("top_p", 0, 1), ("min_p", 0, 1), ("repetition_penalty", 0, 1e6),
+                                ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2), ("top_k", -1, 2**31 - 1),
+                                ("min_tokens", 0, 2**31 - 1)):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and low <= value <= high):
+                raise ParameterError(name, f"{name} is {value}; it must lie in {low}..{high:g}")
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) == 0:
+                raise ParameterError(name, f"{name} is 0; it must be above 0")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise ParameterError(name, f"{name} is {value}; it must lie in 0..{MAX_LOGPROBS}")
+        if self.speculation is not None and self.speculation < 0:
+            raise ParameterError("speculation", f"speculation is {self.speculation}; it must be 0 or more")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ParameterError("seed", f"seed is {self.seed}; it must fit 64 bits")
+
+    @staticmethod
+    def _check_ids(param: str, ids, vocab_size: int) -> None:
+        for i in ids:
+            if not 0 <= i < vocab_size:
+                raise ParameterError(param, f"{param} names token id {i}; the vocabulary has ids 0..{vocab_size - 1}")

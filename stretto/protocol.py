@@ -1,0 +1,147 @@
+"""The messages between a front end (Python API, HTTP server) and the engine. No torch in this module.
+
+The same structs travel in process (as objects) and between processes (msgpack through msgspec).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from stretto.params import SamplingParams
+
+
+class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One request: token ids in, n choices out. Checked by the front end before it is sent (see `check_request`)."""
+
+    rid: str
+    tokens: list[int]
+    sampling: SamplingParams
+    priority: int = 0  # lower runs earlier
+    cache_salt: str = ""  # prefixes are shared only between requests of equal salt
+    want_text: bool = True  # False: ids only, the engine does not detokenise
+    arrival: float = 0.0  # time.monotonic of the front end
+
+
+class Abort(msgspec.Struct, tag=True):
+    """Ends a request, wherever it is. The last Output of each live choice says finish_reason "abort"."""
+
+    rid: str
+
+
+class TokenLogprob(msgspec.Struct, array_like=True):
+    """One token's log-probability under the model (before any processor), with the best alternatives, best first."""
+
+    token_id: int
+    logprob: float | None  # None: the first prompt token has none
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Usage(msgspec.Struct, array_like=True):
+    """Counts of one choice so far."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens whose KV was found, at the first admission
+    completion_tokens: int = 0
+    drafted_tokens: int = 0  # drafts that were verified
+    accepted_tokens: int = 0
+    steps: int = 0  # steps that emitted tokens
+    retractions: int = 0
+
+
+class Output(msgspec.Struct, array_like=True):
+    """What one step added to one choice of a request. Text, ids and log-probabilities describe the same span.
+
+    The ids of a matched stop string or stop id are counted in usage and listed in `token_ids`; their text is left out
+    unless the request asked for it."""
+
+    rid: str
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None = None  # stop | length | abort | error
+    stop_reason: int | str | None = None  # the stop id or string that matched
+    usage: Usage | None = None  # on the last output, and on every one that carries ids
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None  # on the first output of choice 0
+    error: str | None = None  # with finish_reason "error"
+
+
+class EngineInfo(msgspec.Struct, kw_only=True):
+    """What a front end must know of a started engine."""
+
+    model_name: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    kv_tokens: int  # tokens that the KV pool holds
+    eos_token_ids: list[int]
+    speculation_tokens: int = 0  # widest draft
+    server_info: dict = {}  # the resolved configuration and the start-up report, JSON-ready
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """A snapshot of counters (monotone) and gauges; the source of /metrics."""
+
+    counters: dict[str, float] = {}
+    gauges: dict[str, float] = {}
+    histograms: dict[str, list[float]] = {}  # observations since the last snapshot
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as asked: becomes HTTP 400. `param` names the field, `code` is OpenAI's."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+class EngineDead(RuntimeError):
+    """The engine has stopped; the message carries the cause."""
+
+
+class AsyncEngine(Protocol):
+    """What the HTTP server needs; the in-process engine and the client of an engine process both provide it."""
+
+    info: EngineInfo
+
+    def generate(self, request: Request) -> AsyncIterator[Output]:
+        """Outputs of every choice as they come, the last of each with a finish_reason. Closing the iterator aborts.
+        Raises RequestError for a request that `check_request` refuses, EngineDead when the engine has stopped."""
+        ...
+
+    async def abort(self, rid: str) -> bool:
+        """True if such a request was live. Returns once the engine has released it."""
+        ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def healthy(self) -> bool:
+        """True while the engine's loop makes progress."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def check_request(request: Request, info: EngineInfo) -> None:
+    """Raises RequestError if the request can never run on this engine."""
+    n = len(request.tokens)
+    if n == 0:
+        raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
+    if n >= info.max_model_len:
+        raise RequestError(f"the prompt has {n} tokens; this model's context is {info.max_model_len} tokens, of which at"
+                           f" least one must be left for the answer: shorten the prompt to {info.max_model_len - 1}",
+                           param="prompt", code="context_length_exceeded")
+    if n + 1 > info.kv_tokens:
+        raise RequestError(f"the prompt has {n} tokens; the KV cache holds {info.kv_tokens}: shorten the prompt, or give"
+                           " the server more KV memory", param="prompt", code="context_length_exceeded")
+    bad = next((t for t in request.tokens if not 0 <= t < info.vocab_size), None)
+    if bad is not None:
+        raise RequestError(f"prompt token id {bad} is not in the vocabulary (0..{info.vocab_size - 1})", param="prompt")
+    try:
+        request.sampling.check(info.vocab_size)
+    except ValueError as e:
+        raise RequestError(str(e), param=getattr(e, "param", None)) from e

@@ -1,0 +1,58 @@
+"""What a drafter is. A drafter reads a step and proposes; it cannot write a length, a page or another drafter.
+
+Every capability defaults to the closed value: what a third party's drafter does not declare is refused at start-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+from stretto.ragged import RaggedStep
+
+
+@dataclass(frozen=True)
+class DrafterCaps:
+    shape: Literal["chain", "block", "tree"] = "chain"
+    max_width: int = 0  # most drafts a row; 0: proposes nothing
+    variable: bool = False  # may offer fewer, per row, decided on the device
+    taps: frozenset[str] = field(default_factory=frozenset)  # hidden states it reads; empty: reads only the log
+    ingest: Literal["same_step", "lazy", "none"] = "none"
+    kv: Literal["none", "own", "target_readonly"] = "none"
+    lookahead: int = 0  # cells past the committed length that its fixed loop writes
+    q: Literal["point", "full"] = "point"  # what verify may assume of the proposal distribution
+    where: Literal["device", "host"] = "device"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Proposals for each row of a step. Rows that may not be offered drafts are cut by `slots.offer`, not here."""
+
+    ids: torch.Tensor  # [R, K] int64
+    width: torch.Tensor  # [R] int32, 0..K
+    logits: torch.Tensor | None = None  # [R, K, V], of drafters with q "full"
+
+
+class SlotView(Protocol):
+    """Read-only view of the slot table."""
+
+    @property
+    def log(self) -> torch.Tensor: ...  # [S, context] int32
+    @property
+    def known(self) -> torch.Tensor: ...  # [S] int32
+    @property
+    def length(self) -> torch.Tensor: ...  # [S] int32
+
+
+class Drafter(Protocol):
+    caps: DrafterCaps
+
+    def ingest(self, step: RaggedStep, taps: dict[str, torch.Tensor]) -> None:
+        """Called after the commit of every step, for every row, whether or not the row will be offered drafts."""
+        ...
+
+    def propose(self, step: RaggedStep, view: SlotView, width: int) -> Offer:
+        """At most `width` ids a row, continuing the log after `known`. Rows whose log is not fully fed are ignored."""
+        ...

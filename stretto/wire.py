@@ -1,0 +1,304 @@
+"""The messages between the host half and the device half. No torch in this module.
+
+A step plan travels as one packed int32 array, so that the device half needs one copy and tensor-parallel ranks one
+broadcast. It names no length of a live row: a row is (slot, epoch, q_cap), and exact lengths are read from the slot
+table when the step starts ("late binding"). Lengths appear in a plan only where a slot is seated, that is when no
+step in flight can move them.
+
+Legend of shape suffixes used in the whole project: R rows, T packed tokens, L logit rows, S slots, P pages, K draft
+width, H heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+NULL_PAGE = 0  # never allocated; the padding of a bucket and unmapped table entries point to it
+NEVER = 2**31 - 1  # a position that no row reaches
+NO_TOKEN = -1
+MAX_STOP_IDS = 64  # stop ids of one request that are checked on the device
+
+
+class Goal(IntEnum):
+    """What a row is for. Not a phase: prefill, decode and verify rows of one goal differ in state only."""
+
+    GENERATE = 0
+    SCORE = 1  # log-probabilities of the given tokens; samples nothing
+    EMBED = 2  # hidden states of the given tokens; samples nothing
+
+
+class Int(IntEnum):
+    """Integer columns of the slot table, in wire order."""
+
+    LEN = 0  # KV cells committed
+    KNOWN = 1  # confirmed token ids in the log
+    NDRAFT = 2  # draft ids in the log after `known`
+    LIMIT = 3  # `known` never passes it
+    GOAL = 4
+    DONE = 5
+    EPOCH = 6
+    DRAFT_LEN = 7  # cells of the draft stream that are valid
+    PROMPT = 8  # ids below this are prompt: repetition penalty reads them, presence and frequency do not
+    FIRST_STOP = 9  # a stop id may not be sampled at a log position below this (min_tokens)
+    TOP_K = 10  # 0: off
+    SEED_LOW = 11  # the 64-bit seed of the request, as two 32-bit words
+    SEED_HIGH = 12
+    CHOICE = 13  # index of this choice among the request's n
+    SPECULATION = 14  # most drafts that the row may be offered in one step
+    LOGPROBS = 15  # -1: none; n: the log-probability of each emitted token and of the n best alternatives
+    SCORE_FROM = 16  # prompt log-probabilities from the logits of this position on; NEVER: none
+    SEAM = 17  # how the seam of the row is found at seating: a Seam value, or the number of a page (>= 1)
+
+
+class Real(IntEnum):
+    """Floating-point columns of the slot table, in wire order (sent as the bits of float32)."""
+
+    TEMPERATURE = 0  # 0: greedy
+    TOP_P = 1
+    MIN_P = 2
+    REPETITION = 3
+    PRESENCE = 4
+    FREQUENCY = 5
+
+
+class Seam(IntEnum):
+    """Where the taps of position len-1 come from when a slot is seated (a value >= 1 is a page of group 0)."""
+
+    START = 0  # len is 0: there is no such position
+    KEEP = -1  # the slot column still holds them
+    UNKNOWN = -2  # nowhere: position len-1 is fed again
+
+
+class PageOp(IntEnum):
+    COPY = 0  # copy page `source` to page `target`
+    POISON = 1  # debug: make the cells of page `target` unreadable
+
+
+N_INT, N_REAL = len(Int), len(Real)
+
+
+@dataclass
+class Seat:
+    """A slot gets a new occupant, or its occupant's next turn: columns overwritten, stop ids and biases replaced.
+
+    `log` is written from position `log_from` on; a fresh seat writes the whole log and clears the page tables."""
+
+    slot: int
+    fresh: bool
+    ints: list[int]
+    reals: list[float]
+    log_from: int
+    log: list[int]
+    stop_ids: tuple[int, ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class HostDraft:
+    """A proposal made on the host: it continues the log at position `at`, which confirmed ids may have passed."""
+
+    slot: int
+    epoch: int
+    at: int
+    ids: list[int]
+
+
+@dataclass
+class StepPlan:
+    """One step: operations on slots, in stream order before the forward pass, then rows (slot, epoch, q_cap).
+
+    Order on the device: releases, seats, maps, page_ops (among themselves in list order), drafts, rows."""
+
+    seq: int
+    draft_width: int = 0  # how many drafts to propose at the end of this step (verified by the next)
+    releases: list[int] = field(default_factory=list)  # slots
+    seats: list[Seat] = field(default_factory=list)
+    maps: list[tuple[int, int, int, int]] = field(default_factory=list)  # (slot, group, index, page)
+    page_ops: list[tuple[int, int, int, int]] = field(default_factory=list)  # (PageOp, group, source, target)
+    drafts: list[HostDraft] = field(default_factory=list)
+    rows: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, epoch, q_cap)
+
+
+# Packed layout, int32: header, then the sections in the order of Sections, each as rows of a fixed width.
+HEADER = 16
+_SEAT_WIDTH = 4 + N_INT + N_REAL  # slot, fresh, log_from, log count, columns
+
+
+@dataclass(frozen=True)
+class PackedPlan:
+    """Views into one packed plan; each field is an int32 array (or a slice of a device tensor, same layout)."""
+
+    seq: int
+    draft_width: int
+    releases: np.ndarray  # [n]
+    seats: np.ndarray  # [A, _SEAT_WIDTH]
+    maps: np.ndarray  # [M, 4]
+    page_ops: np.ndarray  # [C, 4]
+    rows: np.ndarray  # [R, 3]
+    log_cells: np.ndarray  # [N, 3]: slot, position, token id
+    stops: np.ndarray  # [X, 3]: slot, index, token id
+    biases: np.ndarray  # [B, 4]: slot, index, token id, bits of the float32 bias
+    draft_heads: np.ndarray  # [D, 4]: slot, epoch, at, count
+    draft_ids: np.ndarray  # [sum of counts]
+
+
+_WIDTHS = (1, _SEAT_WIDTH, 4, 4, 3, 3, 3, 4, 4, 1)
+_FIELDS = ("releases", "seats", "maps", "page_ops", "rows", "log_cells", "stops", "biases", "draft_heads", "draft_ids")
+
+
+def _bits(values) -> np.ndarray:
+    return np.asarray(values, dtype=np.float32).view(np.int32)
+
+
+def _seat_rows(seats: list[Seat]) -> np.ndarray:
+    out = np.zeros((len(seats), _SEAT_WIDTH), dtype=np.int32)
+    for row, seat in zip(out, seats):
+        row[:4] = (seat.slot, seat.fresh, seat.log_from, len(seat.log))
+        row[4 : 4 + N_INT] = seat.ints
+        row[4 + N_INT :] = _bits(seat.reals)
+    return out
+
+
+def _log_cells(seats: list[Seat]) -> np.ndarray:
+    parts = []
+    for seat in seats:
+        cells = np.empty((len(seat.log), 3), dtype=np.int32)
+        cells[:, 0] = seat.slot
+        cells[:, 1] = np.arange(seat.log_from, seat.log_from + len(seat.log))
+        cells[:, 2] = seat.log
+        parts.append(cells)
+    return np.concatenate(parts) if parts else np.empty((0, 3), dtype=np.int32)
+
+
+def pack_plan(plan: StepPlan) -> np.ndarray:
+    """The plan as one contiguous int32 array."""
+    stops = [(s.slot, i, t) for s in plan.seats for i, t in enumerate(s.stop_ids)]
+    biases = [(s.slot, i, t, int(_bits(v))) for s in plan.seats for i, (t, v) in enumerate(s.bias)]
+    heads = [(d.slot, d.epoch, d.at, len(d.ids)) for d in plan.drafts]
+    ids = [t for d in plan.drafts for t in d.ids]
+    parts = (plan.releases, _seat_rows(plan.seats), plan.maps, plan.page_ops, plan.rows, _log_cells(plan.seats), stops,
+             biases, heads, ids)
+    arrays = [np.asarray(p, dtype=np.int32).reshape(-1, w) for p, w in zip(parts, _WIDTHS)]
+    header = np.zeros(HEADER, dtype=np.int32)
+    header[0], header[1] = plan.seq, plan.draft_width
+    header[2 : 2 + len(arrays)] = [len(a) for a in arrays]
+    return np.concatenate([header, *(a.reshape(-1) for a in arrays)])
+
+
+def split_plan(header: np.ndarray, packed) -> PackedPlan:
+    """Views of a packed plan. `header` is on the host; `packed` may be a numpy array or a tensor with the same cells."""
+    at, views = HEADER, {}
+    for name, width, count in zip(_FIELDS, _WIDTHS, header[2:].tolist()):
+        view = packed[at : at + count * width]
+        views[name] = view.reshape(count, width) if width > 1 else view
+        at += count * width
+    return PackedPlan(seq=int(header[0]), draft_width=int(header[1]), **views)
+
+
+# ---------------------------------------------------------------------------------------------------------- results
+@dataclass
+class TokenScore:
+    """Log-probability of one token, and of the best alternatives at its position, best first."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass
+class RowResult:
+    """What one row of a step did. Exact values, valid for the step that produced them."""
+
+    slot: int
+    epoch: int  # -1: the row was empty (its slot had been released or re-seated)
+    fed: int  # tokens fed
+    verified: int  # draft ids among them
+    length: int  # KV cells committed after the step
+    known: int
+    done: bool
+    new: list[int]  # emitted ids
+    offered: list[int]  # drafts now in the log after `known`
+    new_scores: list[TokenScore] = field(default_factory=list)  # one per emitted id where log-probabilities are wanted
+    prompt_scores: dict[int, TokenScore] = field(default_factory=dict)  # by position of the scored token
+
+
+@dataclass
+class StepResult:
+    seq: int
+    rows: list[RowResult]
+
+
+RESULT_HEADER = 8  # seq, rows, width of `new`, width of `offered`, alternatives (-1: no scores), prompt scores
+_ROW_INTS = 9
+
+
+@dataclass(frozen=True)
+class ResultLayout:
+    """Sizes of one packed result, known before the step runs."""
+
+    rows: int
+    width: int  # most ids that one row can emit
+    offers: int  # most drafts that one row can be offered
+    alternatives: int = -1  # -1: no row wants log-probabilities
+    prompt_scores: int = 0
+
+    @property
+    def row_words(self) -> int:
+        return _ROW_INTS + self.width + self.offers
+
+    @property
+    def score_words(self) -> int:
+        return 1 + 2 * max(self.alternatives, 0)
+
+    @property
+    def words(self) -> int:
+        scored = self.rows * self.width if self.alternatives >= 0 else 0
+        return (RESULT_HEADER + self.rows * self.row_words + scored * self.score_words
+                + self.prompt_scores * (2 + self.score_words))
+
+    def header(self, seq: int) -> list[int]:
+        return [seq, self.rows, self.width, self.offers, self.alternatives, self.prompt_scores, 0, 0]
+
+
+def _score(words: np.ndarray, wanted: int, alternatives: int) -> TokenScore:
+    """[1 + 2 * alternatives] words: log-probability bits, ids, log-probability bits."""
+    n = min(wanted, alternatives)
+    bits = np.ascontiguousarray(words).view(np.float32)
+    return TokenScore(float(bits[0]), words[1 : 1 + n].tolist(), bits[1 + alternatives : 1 + alternatives + n].tolist())
+
+
+def unpack_result(packed: np.ndarray) -> StepResult:
+    """Inverse of what the device half packs. Row words: slot, epoch, fed, verified, length, known, done | wants << 1,
+    number of new ids, number of offered ids, new ids, offered ids. `wants` is the row's LOGPROBS column + 1.
+    Then per row and new id a score; then prompt scores as (row, position of the scored token, score)."""
+    head = packed[:RESULT_HEADER].tolist()
+    layout = ResultLayout(*head[1:6])
+    end = RESULT_HEADER + layout.rows * layout.row_words
+    table = packed[RESULT_HEADER:end].reshape(layout.rows, layout.row_words).tolist()
+    rows, wants = [], []
+    for words in table:
+        slot, epoch, fed, verified, length, known, flags, n_new, n_offered = words[:_ROW_INTS]
+        new = words[_ROW_INTS : _ROW_INTS + n_new]
+        first_offer = _ROW_INTS + layout.width
+        offered = words[first_offer : first_offer + n_offered]
+        rows.append(RowResult(slot, epoch, fed, verified, length, known, bool(flags & 1), new, offered))
+        wants.append((flags >> 1) - 1)
+    if layout.alternatives >= 0:
+        _unpack_scores(packed[end:], layout, rows, wants)
+    return StepResult(head[0], rows)
+
+
+def _unpack_scores(words: np.ndarray, layout: ResultLayout, rows: list[RowResult], wants: list[int]) -> None:
+    size, top = layout.score_words, layout.alternatives
+    cells = words[: layout.rows * layout.width * size].reshape(layout.rows, layout.width, size)
+    for row, want, of_row in zip(rows, wants, cells):
+        if want >= 0:
+            row.new_scores = [_score(of_row[i], want, top) for i in range(len(row.new))]
+    tail = words[layout.rows * layout.width * size :].reshape(layout.prompt_scores, 2 + size)
+    for cell in tail:
+        index, position = int(cell[0]), int(cell[1])
+        if index >= 0:
+            rows[index].prompt_scores[position] = _score(cell[2:], wants[index], top)
