@@ -1,0 +1,109 @@
+"""Where weights come from: one small protocol, and HF folders of safetensors behind it.
+
+A source names tensors as Hugging Face checkpoints do ("model.layers.0.self_attn.q_proj.weight") and gives each one on
+demand, so that a model copies them one by one into its own parameters and never holds the checkpoint twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class WeightError(ValueError):
+    """Weights that cannot be served: unreadable, missing, extra or misshapen. The message names all of them."""
+
+
+class WeightSource(Protocol):
+    """Named tensors, read one at a time."""
+
+    def names(self) -> Iterable[str]:
+        """Every tensor of the checkpoint."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape, without reading its data."""
+        ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor on the CPU in the checkpoint's dtype; may be a view of mapped memory, so do not write to it."""
+        ...
+
+
+class SafetensorsSource:
+    """The weights of an HF folder. Where an index exists, it alone says which file holds what: other files in the
+    folder are never opened. Files are mapped, not read; a tensor's pages are touched when it is copied."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        index = self.folder / INDEX_FILE
+        if index.is_file():
+            self._files, listed = self._open_indexed(index)
+        else:
+            self._files, listed = {SINGLE_FILE: _open(self._single_file())}, None
+        self._where = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
+        if listed is not None:
+            self._where = self._choose(listed)
+
+    def _single_file(self) -> Path:
+        path = self.folder / SINGLE_FILE
+        if path.is_file():
+            return path
+        found = sorted(p.name for p in self.folder.glob("*.safetensors"))
+        pickles = sorted(p.name for p in self.folder.glob("pytorch_model*.bin"))
+        hint = (f"; it has {', '.join(found)}, which no index lists" if found else
+                f"; it has {', '.join(pickles)}: convert them to safetensors first" if pickles else "")
+        raise WeightError(f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+
+    def _open_indexed(self, index: Path) -> tuple[dict[str, Any], dict[str, str]]:
+        try:
+            listed = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as e:
+            raise WeightError(f"{index} is no index of safetensors ({type(e).__name__}: {e}): fetch it again") from e
+        problems, files = [], {}
+        for shard in sorted(set(listed.values())):
+            path = self.folder / shard
+            if not path.is_file():
+                problems.append(f"shard {shard} is missing ({sum(s == shard for s in listed.values())} tensors)")
+                continue
+            try:
+                files[shard] = _open(path)
+            except WeightError as e:
+                problems.append(str(e))
+        if problems:
+            raise WeightError(f"the checkpoint in {self.folder} is incomplete: {'; '.join(problems)}")
+        return files, listed
+
+    def _choose(self, listed: dict[str, str]) -> dict[str, Any]:
+        held = {shard: set(file.keys()) for shard, file in self._files.items()}
+        absent = sorted(name for name, shard in listed.items() if name not in held[shard])
+        if absent:
+            raise WeightError(f"{INDEX_FILE} of {self.folder} lists tensors that its shards do not hold: "
+                              + ", ".join(f"{name} (in {listed[name]})" for name in absent))
+        return {name: self._files[shard] for name, shard in listed.items()}
+
+    def names(self) -> Iterable[str]:
+        return self._where.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._where[name].get_tensor(name)
+
+
+def _open(path: Path):
+    """safe_open checks the header against the file's size, so a truncated file is found here."""
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as e:
+        raise WeightError(f"{path.name} ({path.stat().st_size} bytes) is truncated or damaged ({e}): "
+                          "fetch it again") from e
