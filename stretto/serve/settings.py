@@ -1,0 +1,46 @@
+"""What the HTTP server is told at start-up: one frozen record, passed as an argument.
+
+Sampling defaults arrive resolved: whoever reads a model's generation_config decides, once, and a value given in a
+request always wins over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+               "max_tokens")
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """Times in seconds, sizes in bytes."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()  # the first is reported; empty: the engine's own model name
+    api_keys: tuple[str, ...] = ()  # any of them opens the API; empty: open to all
+    default_sampling: Mapping[str, float | int] = field(default_factory=dict)  # of a model's generation_config
+    strict_requests: bool = False  # True: an unknown request field is an error; False: named in X-Stretto-Ignored
+    max_body_bytes: int = 32 * 2**20
+    max_prompts: int = 1024  # prompts of one completions call
+    max_choices: int = 1024  # prompts x n of one call
+    max_live_requests: int = 4096  # running and waiting; above it 429
+    ping_interval: float = 15.0  # of the comments that keep a silent stream open
+    drain_timeout: float = 30.0  # how long a shutdown waits for requests in flight
+    stall_timeout: float = 30.0  # an engine loop silent for so long counts as wedged
+    start_timeout: float = 1800.0  # loading and warm-up
+    tokenizer_threads: int = 4
+    log_level: str = "info"
+    access_log: bool = False
+    root_path: str = ""
+
+    def __post_init__(self) -> None:
+        unknown = set(self.default_sampling) - set(DEFAULTABLE)
+        if unknown:
+            raise ValueError(f"default_sampling has {sorted(unknown)}; it takes {', '.join(DEFAULTABLE)}")
+        if any(not key for key in self.api_keys):
+            raise ValueError("an API key is empty")
+        object.__setattr__(self, "default_sampling", MappingProxyType(dict(self.default_sampling)))
