@@ -1,0 +1,627 @@
+"""The configuration: what a user may set, what machine and model are, and what follows. No torch in this module.
+
+`Config` holds what was asked, in frozen sections; a value that was not set is None (or "auto"). `Facts` holds what was
+found. `resolve(config, facts)` is called once and gives a frozen `Resolved` in which every value is known, with a list
+of `Decision`s that says of each what was asked, what it is now, and why. Three rules:
+
+    a value that was set is kept, or the start is refused with the names of both sides (compat.ConfigError);
+    only values that were not set are fitted to the machine, and each fit is a Decision;
+    nothing is read from anywhere else: no global, no environment variable behind the scenes.
+
+Flags have vLLM's names where vLLM has the flag. The string below a field is its help text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from stretto.compat import DEVICES, DRAFT_SHAPES, ConfigError, Refusal
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DEFAULT_PAGE_SIZE = 16
+DEFAULT_UTILIZATION = 0.9  # of a GPU's memory
+CPU_KV_CEILING = 4 * GIB  # KV memory on a CPU, where not set
+CPU_KV_SHARE = 0.5  # of the memory that the weights leave free, where not set
+DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
+DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
+LEAST_STEP_TOKENS = 64
+LEAST_CONTEXT = 64
+SCRATCH_SHARE = 0.25  # most of the memory left by the weights that step buffers take, where the sizes were not set
+DEFAULT_DRAFT_TOKENS = 4
+
+
+# ------------------------------------------------------------------------------------------------ what a user may set
+@dataclass(frozen=True)
+class ModelSection:
+    """Which model, and how it is held."""
+
+    model: str | None = None
+    """Folder, .gguf file or hub id. Default: SmolLM2-135M-Instruct."""
+    tokenizer: str | None = None
+    """Folder or .gguf file with the tokenizer. Default: the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights, KV cache and activations."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    max_model_len: int | None = None
+    """Longest prompt and answer together, in tokens. Default: the model's context, or what the KV memory holds."""
+    seed: int | None = None
+    """Source of the seeds of requests that name none. Default: random."""
+
+
+@dataclass(frozen=True)
+class KVSection:
+    """The paged KV cache."""
+
+    page_size: int | None = None
+    """Tokens per page. Default: 16."""
+    kv_memory: int | None = None
+    """Memory of the KV cache, such as 4GiB. Default: what is left (cuda), at most 4 GiB (cpu)."""
+    gpu_memory_utilization: float | None = None
+    """Fraction of the GPU's memory that weights, KV cache and buffers take in all. Default: 0.9."""
+    kv_tokens: int | None = None
+    """Tokens that the KV cache holds, instead of a memory size."""
+    prefix_caching: bool | None = None
+    """Requests with a common beginning share its KV pages. Default: on."""
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    """What runs in a step."""
+
+    max_num_seqs: int | None = None
+    """Most sequences that run at once. Default: 64 (cpu), 256 (cuda)."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens in a step. Default: 512 (cpu), 8192 (cuda)."""
+    chunk_size: int | None = None
+    """Most tokens of one prompt in a step. Default: 512 (cpu), 2048 (cuda)."""
+    mixed_chunk: bool | None = None
+    """Prompt chunks and running sequences share steps. Default: on."""
+    overlap: bool | None = None
+    """The host plans the next step while the device runs one. Default: on."""
+    cap_policy: Literal["full", "one_in_mixed", "budget"] = "full"
+    """Draft tokens verified in a step: full width always; one token a sequence in steps that also hold a prompt chunk;
+    or what the step's token budget leaves."""
+
+
+@dataclass(frozen=True)
+class SpeculationSection:
+    """Speculative decoding."""
+
+    speculation: str = "off"
+    """off, or a drafter: its name, then its settings after a colon where it has any."""
+    speculation_tokens: int | None = None
+    """Most draft tokens of a sequence in a step. Default: the drafter's width, at most 4."""
+
+
+@dataclass(frozen=True)
+class ParallelSection:
+    """Several devices."""
+
+    tensor_parallel_size: int = 1
+    """GPUs that share each layer."""
+
+
+@dataclass(frozen=True)
+class ServeSection:
+    """The HTTP server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    api_key: tuple[str, ...] = ()
+    """A key that clients must send; may be given several times."""
+    served_model_name: tuple[str, ...] = ()
+    """Names by which clients may call the model. Default: the last part of the model's path."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Sampling defaults from the model's generation_config.json (auto) or OpenAI's (none)."""
+    strict_requests: bool = False
+    """Refuse requests with unknown fields instead of naming them in a response header."""
+    drain_timeout: float = 30.0
+    """Seconds that running requests get to finish when the server is told to stop."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages that are logged."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a user may set."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    kv: KVSection = field(default_factory=KVSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    speculation: SpeculationSection = field(default_factory=SpeculationSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    serve: ServeSection = field(default_factory=ServeSection)
+
+
+# ------------------------------------------------------------------------------------------------------ what was found
+@dataclass(frozen=True)
+class DeviceFacts:
+    """One device. Memory in bytes; on a CPU, `memory_free` is what can be had without swapping."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    memory_total: int
+    memory_free: int
+    cores: int = 1
+    bfloat16: bool = False  # computes in bfloat16 natively
+
+
+@dataclass(frozen=True)
+class KVGroupFacts:
+    """Layers that share page tables. `values`: numbers that one token stores in them, keys and values together."""
+
+    window: int | None
+    values: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is known of a model before its weights are loaded."""
+
+    name: str
+    architecture: str
+    n_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    context: int  # positions that the model was trained for, rope scaling included
+    parameters: int
+    dtype: str  # of the checkpoint
+    kv_groups: tuple[KVGroupFacts, ...]
+
+
+class DrafterWidths(Protocol):
+    """The part of spec.api.DrafterCaps that sizes depend on."""
+
+    @property
+    def shape(self) -> str: ...
+    @property
+    def max_width(self) -> int: ...
+    @property
+    def lookahead(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class DrafterFacts:
+    """A drafter before its weights are loaded. `kv_values`: numbers that one token stores in its own KV cache."""
+
+    name: str
+    caps: DrafterWidths
+    parameters: int = 0
+    kv_values: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Devices in order of preference; the drafter that the configuration names, where it names one."""
+
+    devices: tuple[DeviceFacts, ...]
+    model: ModelFacts
+    drafter: DrafterFacts | None = None
+
+
+# --------------------------------------------------------------------------------------------------------- what follows
+@dataclass(frozen=True)
+class Decision:
+    """One line of the start-up report. `changed`: fitted to the machine, away from the usual default."""
+
+    feature: str
+    asked: str
+    now: str
+    why: str = ""
+    changed: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on the device. `budget` is their sum."""
+
+    weights: int
+    draft_weights: int
+    step_buffers: int
+    slot_table: int
+    kv: int
+
+    @property
+    def budget(self) -> int:
+        return self.weights + self.draft_weights + self.step_buffers + self.slot_table + self.kv
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The configuration as it will run. Every value is known."""
+
+    config: Config
+    model_name: str
+    device: str
+    dtype: str
+    max_model_len: int
+    seed: int | None
+    page_size: int
+    pages: tuple[int, ...]  # per KV group, the null page included
+    windows: tuple[int | None, ...]  # per KV group
+    kv_tokens: int  # tokens of one sequence that the pool holds
+    prefix_caching: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunk_size: int
+    mixed_chunk: bool
+    depth: int  # steps in flight while the host plans: 1 with overlap, 0 without
+    cap_policy: str
+    drafter: str | None  # as asked, with its settings
+    speculation_tokens: int
+    lookahead: int  # cells past the committed length that the drafter writes
+    memory: MemoryPlan
+    decisions: tuple[Decision, ...]
+
+
+def resolve(config: Config, facts: Facts) -> Resolved:
+    """The configuration as it will run on this machine with this model.
+
+    Raises ConfigError, with every refusal that could be found, where something that was set cannot be kept."""
+    return _Resolution(config, facts).result()
+
+
+class _Resolution:
+    """One run of `resolve`. Each method decides one section and notes its decisions; refusals are collected."""
+
+    def __init__(self, config: Config, facts: Facts):
+        self.config, self.facts, self.model = config, facts, facts.model
+        self.decisions: list[Decision] = []
+        self.refusals: list[Refusal] = []
+
+    def result(self) -> Resolved:
+        self._check_ranges()
+        self._stop_if_refused()
+        device = self._device()
+        width, lookahead = self._speculation()
+        self._parallel()
+        self._stop_if_refused()
+        assert device is not None  # or it was refused
+        dtype = self._dtype(device)
+        context = self._context()
+        page_size = self.config.kv.page_size or DEFAULT_PAGE_SIZE
+        seqs, budget, chunk = self._sizes(device, dtype, width, context, page_size)
+        memory = self._memory(device, dtype, (seqs, budget), width, context, page_size)
+        self._stop_if_refused()
+        need = chunk + 2 * (width + 1) + lookahead + page_size
+        pages, tokens = self._pages(memory.kv, dtype, page_size, seqs, need)
+        context = self._fit_context(context, tokens - width - lookahead, page_size)
+        self._stop_if_refused()
+        mixed, overlap, prefix = self._switches()
+        return Resolved(
+            config=self.config, model_name=self.model.name, device=device.kind, dtype=dtype, max_model_len=context,
+            seed=self.config.model.seed, page_size=page_size, pages=pages,
+            windows=tuple(group.window for group in self.model.kv_groups), kv_tokens=tokens, prefix_caching=prefix,
+            max_num_seqs=seqs, max_num_batched_tokens=budget, chunk_size=chunk, mixed_chunk=mixed,
+            depth=1 if overlap else 0, cap_policy=self.config.schedule.cap_policy,
+            drafter=self.config.speculation.speculation if width else None, speculation_tokens=width,
+            lookahead=lookahead, memory=memory, decisions=tuple(self.decisions))
+
+    def _note(self, feature: str, asked: object, now: object, why: str = "", changed: bool = False) -> None:
+        self.decisions.append(Decision(feature, _shown(asked), _shown(now), why, changed))
+
+    def _refuse(self, feature: str, component: str, why: str, remedy: str) -> None:
+        self.refusals.append(Refusal(feature, component, why, remedy))
+
+    def _stop_if_refused(self) -> None:
+        if self.refusals:
+            raise ConfigError(self.refusals)
+
+    # ------------------------------------------------------------------------------------------ ranges
+    def _check_ranges(self) -> None:
+        """Values that no machine and no model could take."""
+        kv, schedule, serve = self.config.kv, self.config.schedule, self.config.serve
+        counts = {"--max-model-len": self.config.model.max_model_len, "--page-size": kv.page_size,
+                  "--kv-memory": kv.kv_memory, "--kv-tokens": kv.kv_tokens, "--max-num-seqs": schedule.max_num_seqs,
+                  "--max-num-batched-tokens": schedule.max_num_batched_tokens, "--chunk-size": schedule.chunk_size,
+                  "--tensor-parallel-size": self.config.parallel.tensor_parallel_size}
+        for flag, value in counts.items():
+            if value is not None and value < 1:
+                self._refuse(f"{flag} {value}", "any start", "it must be 1 or more", f"set {flag} to a positive number")
+        if self.config.model.max_model_len == 1:
+            self._refuse("--max-model-len 1", "any request", "a prompt and an answer need 2 tokens", "set 2 or more")
+        if kv.gpu_memory_utilization is not None and not 0 < kv.gpu_memory_utilization <= 1:
+            self._refuse(f"--gpu-memory-utilization {kv.gpu_memory_utilization:g}", "any device",
+                         "it is a fraction of the memory", "set a number above 0 and up to 1")
+        if not 0 <= serve.port <= 65535:
+            self._refuse(f"--port {serve.port}", "any network", "ports are 0..65535", "choose another")
+        self._check_exclusive()
+
+    def _check_exclusive(self) -> None:
+        kv, speculation = self.config.kv, self.config.speculation
+        sizes = {"--kv-memory": kv.kv_memory, "--kv-tokens": kv.kv_tokens,
+                 "--gpu-memory-utilization": kv.gpu_memory_utilization}
+        given = [flag for flag, value in sizes.items() if value is not None]
+        if len(given) > 1:
+            self._refuse(given[0], given[1], "both size the KV cache", "keep one of them")
+        if speculation.speculation == "off" and speculation.speculation_tokens:
+            self._refuse(f"--speculation-tokens {speculation.speculation_tokens}", "--speculation off",
+                         "there is no drafter to propose them", "name a drafter with --speculation")
+        if speculation.speculation_tokens is not None and speculation.speculation_tokens < 0:
+            self._refuse(f"--speculation-tokens {speculation.speculation_tokens}", "any drafter",
+                         "it must be 0 or more", "set 0 or more")
+
+    # ------------------------------------------------------------------------------------------ device and type
+    def _device(self) -> DeviceFacts | None:
+        asked, found = self.config.model.device, self.facts.devices
+        if asked not in ("auto", *DEVICES):
+            self._refuse(f"--device {asked}", "engine stretto", f"it runs on {' and '.join(DEVICES)}",
+                         "choose one of them")
+            return None
+        if asked == "auto":
+            why = "a CUDA device is present" if found[0].kind == "cuda" else "no CUDA device is present"
+            self._note("device", "auto", found[0].kind, why)
+            return found[0]
+        match = next((device for device in found if device.kind == asked), None)
+        if match is None:
+            self._refuse(f"--device {asked}", "this machine", "PyTorch finds no such device here",
+                         "run `stretto doctor`, or choose --device cpu")
+        else:
+            self._note("device", asked, asked)
+        return match
+
+    def _dtype(self, device: DeviceFacts) -> str:
+        asked = self.config.model.dtype
+        if asked != "auto":
+            self._note("dtype", asked, asked)
+            return asked
+        now, why = self._auto_dtype(device)
+        self._note("dtype", "auto", now, why)
+        return now
+
+    def _auto_dtype(self, device: DeviceFacts) -> tuple[str, str]:
+        stored = self.model.dtype
+        if device.kind == "cuda":
+            if stored == "float16" or not device.bfloat16:
+                return "float16", f"stored as {stored}" if stored == "float16" else "this GPU has no bfloat16"
+            return "bfloat16", f"stored as {stored}"
+        size = self.model.parameters * ITEM_BYTES["float32"]
+        if size > device.memory_free // 2:
+            return "bfloat16", f"float32 weights would take {gib(size)} of {gib(device.memory_free)} free memory"
+        return "float32", "exact, and fast on every CPU"
+
+    # ------------------------------------------------------------------------------------------ speculation
+    def _speculation(self) -> tuple[int, int]:
+        """Draft width and lookahead."""
+        asked, tokens = self.config.speculation.speculation, self.config.speculation.speculation_tokens
+        drafter = self.facts.drafter
+        if asked == "off":
+            self._note("speculation", "off", "off")
+            return 0, 0
+        if drafter is None:
+            self._refuse(f"--speculation {asked}", "this installation", "no drafter of that name is registered",
+                         "see `stretto doctor` for the drafters that are")
+            return 0, 0
+        caps = drafter.caps
+        if caps.shape not in DRAFT_SHAPES:
+            self._refuse(f"drafter {drafter.name}", "engine stretto",
+                         f"it proposes a {caps.shape}; verified are {' and '.join(sorted(DRAFT_SHAPES))}",
+                         "choose another --speculation")
+        if tokens is not None and tokens > caps.max_width:
+            self._refuse(f"--speculation-tokens {tokens}", f"drafter {drafter.name}",
+                         f"it proposes at most {caps.max_width} tokens", f"set {caps.max_width} or fewer")
+        width = min(caps.max_width, DEFAULT_DRAFT_TOKENS) if tokens is None else tokens
+        self._note("speculation", asked, "on" if width else "off", f"up to {width} draft tokens a sequence and step")
+        return width, caps.lookahead if width else 0
+
+    def _parallel(self) -> None:
+        ranks = self.config.parallel.tensor_parallel_size
+        if ranks > 1:
+            self._refuse(f"--tensor-parallel-size {ranks}", "engine stretto", "one device runs the whole model so far",
+                         "set it to 1")
+
+    # ------------------------------------------------------------------------------------------ sizes of a step
+    def _context(self) -> int:
+        asked, most = self.config.model.max_model_len, self.model.context
+        if asked is not None and asked > most:
+            self._refuse(f"--max-model-len {asked}", f"model {self.model.name}", f"its context is {most} tokens",
+                         f"set {most} or fewer")
+        return most if asked is None else asked
+
+    def _sizes(self, device: DeviceFacts, dtype: str, width: int, context: int, page: int) -> tuple[int, int, int]:
+        """Sequences, tokens of a step, tokens of a chunk. What was not set shrinks until the buffers of a step fit."""
+        asked = self.config.schedule
+        seqs = asked.max_num_seqs or DEFAULT_SEQS[device.kind]
+        budget = asked.max_num_batched_tokens or DEFAULT_STEP_TOKENS[device.kind]
+        room = SCRATCH_SHARE * max(device.memory_free - self._weights(dtype), 0)
+        fitted_budget, fitted_seqs = budget, seqs
+        while asked.max_num_batched_tokens is None and fitted_budget > LEAST_STEP_TOKENS \
+                and self._step_buffers(dtype, fitted_seqs, fitted_budget, width) > room:
+            fitted_budget //= 2
+        while asked.max_num_seqs is None and fitted_seqs > 1 \
+                and self._slot_table(fitted_seqs, context, page) > room:
+            fitted_seqs //= 2
+        why = "fitted to the memory that the weights leave"
+        self._note("max_num_seqs", asked.max_num_seqs, fitted_seqs, why if fitted_seqs < seqs else "",
+                   fitted_seqs < seqs)
+        self._note("max_num_batched_tokens", asked.max_num_batched_tokens, fitted_budget,
+                   why if fitted_budget < budget else "", fitted_budget < budget)
+        return fitted_seqs, fitted_budget, self._chunk(device, fitted_budget, width)
+
+    def _chunk(self, device: DeviceFacts, budget: int, width: int) -> int:
+        asked = self.config.schedule.chunk_size
+        if budget < 1 + width:
+            self._refuse(f"--max-num-batched-tokens {budget}", f"--speculation-tokens {width}",
+                         f"a sequence with {width} draft tokens needs {1 + width} tokens of a step",
+                         f"set {1 + width} or more")
+        if asked is not None and asked > budget:
+            self._refuse(f"--chunk-size {asked}", f"--max-num-batched-tokens {budget}",
+                         "a chunk cannot be larger than a step", "lower the one or raise the other")
+        chunk = min(DEFAULT_CHUNK[device.kind], budget) if asked is None else asked
+        self._note("chunk_size", asked, chunk)
+        return chunk
+
+    # ------------------------------------------------------------------------------------------ memory
+    def _weights(self, dtype: str) -> int:
+        return self.model.parameters * ITEM_BYTES[dtype]
+
+    def _step_buffers(self, dtype: str, seqs: int, budget: int, width: int) -> int:
+        """Activations of one layer at the widest step, and three copies of the logits."""
+        logit_rows = min(budget, seqs * (1 + width))
+        activations = budget * (6 * self.model.hidden_size + 3 * self.model.intermediate_size) * ITEM_BYTES[dtype]
+        return activations + 3 * 4 * logit_rows * self.model.vocab_size
+
+    def _slot_table(self, seqs: int, context: int, page_size: int) -> int:
+        """The token log and a page table for each KV group."""
+        return 4 * (seqs + 1) * (context + len(self.model.kv_groups) * (context // page_size + 1))
+
+    def _memory(self, device: DeviceFacts, dtype: str, step: tuple[int, int], width: int, context: int,
+                page_size: int) -> MemoryPlan:
+        seqs, budget = step
+        draft = self.facts.drafter.parameters * ITEM_BYTES[dtype] if self.facts.drafter and width else 0
+        plan = MemoryPlan(self._weights(dtype), draft, self._step_buffers(dtype, seqs, budget, width),
+                          self._slot_table(seqs, context, page_size), kv=0)
+        kv, why = self._kv_bytes(device, dtype, plan.budget)
+        asked = self.config.kv
+        said = asked.kv_tokens or asked.kv_memory or asked.gpu_memory_utilization
+        if kv <= 0:
+            self._refuse(f"model {self.model.name}", f"the memory of {device.name}",
+                         f"weights and buffers take {gib(plan.budget)} of {gib(device.memory_free)} free",
+                         "choose a smaller model or dtype, or lower --max-num-batched-tokens")
+        elif kv + plan.budget > device.memory_free:
+            self._refuse(f"a KV cache of {gib(kv)}", f"the memory of {device.name}",
+                         f"weights and buffers take {gib(plan.budget)}, and only {gib(device.memory_free)} are free",
+                         "lower --kv-memory or --kv-tokens")
+        self._note("KV memory", said, gib(max(kv, 0)), why)
+        return replace(plan, kv=max(kv, 0))
+
+    def _kv_bytes(self, device: DeviceFacts, dtype: str, taken: int) -> tuple[int, str]:
+        asked, left = self.config.kv, device.memory_free - taken
+        if asked.kv_memory is not None:
+            return asked.kv_memory, ""
+        if asked.kv_tokens is not None:
+            page = asked.page_size or DEFAULT_PAGE_SIZE
+            pages = -(-asked.kv_tokens // page) + 1
+            return pages * page * self._token_bytes(dtype), f"{asked.kv_tokens} tokens"
+        if device.kind == "cpu":
+            if asked.gpu_memory_utilization is not None:
+                self._refuse(f"--gpu-memory-utilization {asked.gpu_memory_utilization:g}", "--device cpu",
+                             "it is a fraction of a GPU's memory", "set --kv-memory instead")
+            return self._cpu_kv_bytes(dtype, left)
+        share = DEFAULT_UTILIZATION if asked.gpu_memory_utilization is None else asked.gpu_memory_utilization
+        used_by_others = device.memory_total - device.memory_free
+        return (min(int(share * device.memory_total) - used_by_others - taken, left),
+                f"{share:.0%} of {gib(device.memory_total)}, less weights and buffers")
+
+    def _cpu_kv_bytes(self, dtype: str, left: int) -> tuple[int, str]:
+        """Not more than every sequence could use at full context, half of what is free, or 4 GiB."""
+        seqs = self.config.schedule.max_num_seqs or DEFAULT_SEQS["cpu"]
+        context = self.config.model.max_model_len or self.model.context
+        most = 2 * seqs * (context + DEFAULT_PAGE_SIZE) * self._token_bytes(dtype)
+        bounds = [(CPU_KV_CEILING, "the ceiling on a CPU; set --kv-memory for more"),
+                  (int(CPU_KV_SHARE * left), f"half of the {gib(max(left, 0))} that the weights leave free"),
+                  (most, f"twice what {seqs} sequences of {context} tokens need")]
+        return min(bounds)
+
+    def _token_bytes(self, dtype: str) -> int:
+        own = self.facts.drafter.kv_values if self.facts.drafter else 0
+        return (sum(group.values for group in self.model.kv_groups) + own) * ITEM_BYTES[dtype]
+
+    def _pages(self, kv: int, dtype: str, page_size: int, seqs: int, need: int) -> tuple[tuple[int, ...], int]:
+        """Pages per group, null page included, and the tokens of one sequence that they hold.
+
+        A window group never needs more than `seqs` windows (and as much again, so that prefixes can stay cached); what
+        it leaves goes to the full groups:
+
+            full group     |<------------------------------ tokens ------------------------------>|
+            window group   |<-- 2 * seqs * (window + need) -->|   or as many as the full group, if fewer
+        """
+        groups, item, asked = self.model.kv_groups, ITEM_BYTES[dtype], self.config.kv.kv_tokens
+        if asked is not None:
+            return (-(-asked // page_size) + 1,) * len(groups), -(-asked // page_size) * page_size
+        own = self.facts.drafter.kv_values if self.facts.drafter else 0
+        each = [group.values + (own if index == 0 else 0) for index, group in enumerate(groups)]
+        equal = kv // (sum(each) * item)
+        tokens = [equal if group.window is None else min(equal, 2 * seqs * (group.window + need)) for group in groups]
+        left = kv - sum(count * values * item for count, values in zip(tokens, each))
+        full = [index for index, group in enumerate(groups) if group.window is None]
+        for index in full:
+            tokens[index] += left // (sum(each[i] for i in full) * item)
+        pages = tuple(count // page_size for count in tokens)
+        if min(pages) < 2:
+            self._refuse(f"page size {page_size}", f"a KV cache of {gib(kv)}", "it does not hold two pages",
+                         "give more --kv-memory or a smaller --page-size")
+        held = [(count - 1) * page_size for count, group in zip(pages, groups) if group.window is None]
+        return pages, min(held) if held else self._window_tokens(pages, page_size, need)
+
+    def _window_tokens(self, pages: tuple[int, ...], page_size: int, need: int) -> int:
+        """Where every layer has a window, pages behind it are given back, so a sequence of any length runs once the
+        widest window and a step fit."""
+        fits = all((count - 1) * page_size >= (group.window or 0) + need
+                   for count, group in zip(pages, self.model.kv_groups))
+        return self.model.context if fits else (min(pages) - 1) * page_size
+
+    def _fit_context(self, context: int, room: int, page_size: int) -> int:
+        asked = self.config.model.max_model_len
+        least = min(LEAST_CONTEXT, context)
+        if context > room and asked is not None:
+            self._refuse(f"--max-model-len {asked}", "the KV cache", f"it holds a sequence of {max(room, 0)} tokens",
+                         f"give it more memory, or set --max-model-len {max(room, 0)} or fewer")
+        elif context > room and room < least:
+            self._refuse(f"model {self.model.name}", "the KV cache",
+                         f"it holds a sequence of {max(room, 0)} tokens; {least} are the least that make sense",
+                         "give it more memory with --kv-memory")
+        fitted = min(context, room)
+        why = f"what the KV cache holds; the model has {context}: set it, or give more --kv-memory" \
+            if fitted < context else ("the model's context" if asked is None else "")
+        self._note("max_model_len", asked, fitted, why, changed=fitted < context)
+        self._note("page_size", self.config.kv.page_size, page_size)
+        return fitted
+
+    # ------------------------------------------------------------------------------------------ switches
+    def _switches(self) -> tuple[bool, bool, bool]:
+        schedule, kv = self.config.schedule, self.config.kv
+        mixed = schedule.mixed_chunk is not False
+        overlap = schedule.overlap is not False
+        prefix = kv.prefix_caching is not False
+        self._note("mixed steps", schedule.mixed_chunk, mixed,
+                   "prompt chunks ride with running sequences" if mixed else "")
+        self._note("overlap", schedule.overlap, overlap, "1 step in flight" if overlap else "")
+        self._note("cap policy", schedule.cap_policy, schedule.cap_policy)
+        self._note("prefix caching", kv.prefix_caching, prefix)
+        return mixed, overlap, prefix
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "auto"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
+
+
+# ------------------------------------------------------------------------------------------------------- human numbers
+_SIZE_UNITS = {"": 1, "b": 1, "k": KIB, "kb": 10**3, "kib": KIB, "m": MIB, "mb": 10**6, "mib": MIB, "g": GIB,
+               "gb": 10**9, "gib": GIB, "t": GIB << 10, "tb": 10**12, "tib": GIB << 10}
+_COUNT_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 1024**2}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "4GiB", "512 MiB", "4g" or "4294967296". Raises ValueError for anything else."""
+    return _parse(text, _SIZE_UNITS, text.strip().lower(), "4GiB, 512MiB or a number of bytes")
+
+
+def parse_count(text: str) -> int:
+    """A number of tokens: "8192", "8k" (8000), "8K" (8192); vLLM reads both the same way."""
+    return _parse(text, _COUNT_UNITS, text.strip(), "8192, 8k (8000) or 8K (8192)")
+
+
+def _parse(text: str, units: dict[str, int], cleaned: str, examples: str) -> int:
+    number = cleaned.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = cleaned[len(number):].strip()
+    try:
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ValueError(f"{text!r} is not a number as in {examples}") from None
+
+
+def gib(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / MIB:.1f} MiB"
