@@ -179,7 +179,8 @@ def pack_plan(plan: StepPlan) -> np.ndarray:
     biases = [(s.slot, i, t, int(_bits(v))) for s in plan.seats for i, (t, v) in enumerate(s.bias)]
     heads = [(d.slot, d.epoch, d.at, len(d.ids)) for d in plan.drafts]
     ids = [t for d in plan.drafts for t in d.ids]
-    parts = (plan.releases, _seat_rows(plan.seats), plan.maps, plan.page_ops, plan.rows, _log_cells(plan.seats), stops,
+    maps = list({m[:3]: m for m in plan.maps}.values())  # one write a table entry: a scatter keeps no order
+    parts = (plan.releases, _seat_rows(plan.seats), maps, plan.page_ops, plan.rows, _log_cells(plan.seats), stops,
              biases, heads, ids)
     arrays = [np.asarray(p, dtype=np.int32).reshape(-1, w) for p, w in zip(parts, _WIDTHS)]
     header = np.zeros(HEADER, dtype=np.int32)

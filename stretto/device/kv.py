@@ -1,0 +1,52 @@
+"""KV memory: one pair of tensors a layer, addressed by the pages of the layer's group. Page 0 is never owned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from stretto.attn.api import GroupSpec, LayerSpec
+
+POISON = 3e4  # finite in every KV dtype, far from any real key or value
+
+def group_layers(layers: Sequence[LayerSpec]) -> tuple[GroupSpec, ...]:
+    """Layers of equal window share a group; full attention first, so that group 0 is the one of the whole context."""
+    windows = sorted({spec.window for spec in layers}, key=lambda w: (w is not None, w or 0))
+    return tuple(GroupSpec(w, tuple(i for i, spec in enumerate(layers) if spec.window == w)) for w in windows)
+
+
+def bytes_per_token(layers: Sequence[LayerSpec], group: GroupSpec, dtype: torch.dtype) -> int:
+    return sum(2 * layers[i].n_kv_heads * layers[i].head_dim * dtype.itemsize for i in group.layers)
+
+
+class KVCache:
+    """k[i] and v[i]: [pages of the layer's group + 1, page_size, Hkv, D]."""
+
+    def __init__(self, layers: Sequence[LayerSpec], groups: Sequence[GroupSpec], pages: Sequence[int], page_size: int,
+                 dtype: torch.dtype, device: torch.device):
+        self.groups, self.pages, self.page_size, self.dtype = tuple(groups), tuple(pages), page_size, dtype
+        self.group_of = {layer: g for g, group in enumerate(groups) for layer in group.layers}
+        shapes = [(pages[self.group_of[i]] + 1, page_size, s.n_kv_heads, s.head_dim) for i, s in enumerate(layers)]
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+
+    def write(self, layer: int, cells: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """k, v [T, Hkv, D] into `cells` [T] (page * page_size + offset); padding tokens write to the null page."""
+        self.k[layer].flatten(0, 1).index_copy_(0, cells, k.to(self.dtype))
+        self.v[layer].flatten(0, 1).index_copy_(0, cells, v.to(self.dtype))
+
+    def copy_page(self, group: int, source: int, target: int) -> None:
+        for layer in self.groups[group].layers:
+            self.k[layer][target] = self.k[layer][source]
+            self.v[layer][target] = self.v[layer][source]
+
+    def poison_page(self, group: int, page: int) -> None:
+        """Debug: whoever reads a freed cell gets nonsense. Not NaN: a masked cell is multiplied by a weight of 0."""
+        for layer in self.groups[group].layers:
+            self.k[layer][page] = POISON
+            self.v[layer][page] = POISON
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))

@@ -1,0 +1,31 @@
+"""Packs what a step did into one int32 tensor (layout: `stretto.wire.unpack_result`), one copy to the host."""
+
+from __future__ import annotations
+
+import torch
+
+from stretto.ops.commit import Commit
+from stretto.ragged import RaggedStep
+from stretto.wire import ResultLayout
+
+
+def pack_rows(step: RaggedStep, rows: torch.Tensor, outcome: Commit, offered: torch.Tensor, offer_width: torch.Tensor,
+              wants: torch.Tensor) -> torch.Tensor:
+    """[R, row words]. rows [R, 3] as planned; offered [R, K] int64; offer_width [R]; wants [R]: LOGPROBS + 1."""
+    epoch = torch.where(outcome.live, rows[:, 1], -1)
+    verified = (step.n_out - 1).clamp(min=0)
+    flags = outcome.done.to(torch.int32) | (wants << 1)
+    heads = [rows[:, 0], epoch, step.q_len, verified, outcome.length, outcome.known, flags, outcome.n_new, offer_width]
+    table = torch.stack([h.to(torch.int32) for h in heads], 1)
+    return torch.cat([table, outcome.ids.to(torch.int32), offered.to(torch.int32)], 1)
+
+
+def pack_result(layout: ResultLayout, seq: int, table: torch.Tensor, new_scores: torch.Tensor | None,
+                prompt_scores: torch.Tensor | None) -> torch.Tensor:
+    """table [R, row words]; new_scores [R, W, score words]; prompt_scores [N, 2 + score words]."""
+    parts = [torch.tensor(layout.header(seq), dtype=torch.int32, device=table.device), table.flatten()]
+    if new_scores is not None:
+        parts.append(new_scores.flatten())
+    if prompt_scores is not None:
+        parts.append(prompt_scores.flatten())
+    return torch.cat(parts)

@@ -1,0 +1,155 @@
+"""The slot table: what the device knows of every live sequence, and the only code that changes it.
+
+A slot is a row of persistent tensors. `apply` executes a plan's operations in stream order, so no fence is needed
+between them and the step before; `commit` writes what a step proved; `offer` writes drafts behind the confirmed ids:
+
+    log[s]:   | confirmed ids            | drafts     | not written |
+              0          len    known              known + ndraft   limit        (len = known - 1 after a sampled step)
+
+Slot 0 belongs to nobody: it is always done, and masked writes of a padded step land in its row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stretto.device.kv import KVCache
+from stretto.ops.commit import Commit
+from stretto.spec.api import Offer
+from stretto.wire import MAX_STOP_IDS, N_INT, N_REAL, NO_TOKEN, NULL_PAGE, Int, PackedPlan, PageOp, Real
+
+
+class SlotTable:
+    """Shapes: S slots, C tokens of context. Columns are kept one after another: `ints[Int.LEN]` is [S], contiguous."""
+
+    def __init__(self, n_slots: int, context: int, page_size: int, n_groups: int, device: torch.device):
+        self.context, self.page_size, self.device = context, page_size, device
+        pages = -(-context // page_size) + 1  # the drafter's lookahead may reach past the context
+        self.ints = torch.zeros(N_INT, n_slots, dtype=torch.int32, device=device)
+        self.reals = torch.zeros(N_REAL, n_slots, dtype=torch.float32, device=device)
+        self.log = torch.full((n_slots, context), NO_TOKEN, dtype=torch.int32, device=device)
+        self.stops = torch.full((n_slots, MAX_STOP_IDS), NO_TOKEN, dtype=torch.int32, device=device)
+        self.bias_ids = torch.zeros(n_slots, 0, dtype=torch.int64, device=device)
+        self.bias_values = torch.zeros(n_slots, 0, dtype=torch.float32, device=device)
+        self.page_tables = tuple(
+            torch.full((n_slots, pages), NULL_PAGE, dtype=torch.int32, device=device) for _ in range(n_groups))
+        self.ints[Int.DONE] = 1
+        self.ints[Int.EPOCH] = -1
+
+    # ------------------------------------------------------------------------------------------------ read access
+    @property
+    def length(self) -> torch.Tensor:
+        return self.ints[Int.LEN]
+
+    @property
+    def known(self) -> torch.Tensor:
+        return self.ints[Int.KNOWN]
+
+    def column(self, name: Int, slots: torch.Tensor) -> torch.Tensor:
+        return self.ints[name][slots]
+
+    def real(self, name: Real, slots: torch.Tensor) -> torch.Tensor:
+        return self.reals[name][slots]
+
+    # ------------------------------------------------------------------------------------------------- operations
+    def apply(self, plan: PackedPlan, kv: KVCache) -> None:
+        """Executes releases, seats, maps, page operations and host drafts, in this order. Tensors on this device."""
+        if len(plan.releases):
+            slots = plan.releases.long()
+            self.ints[Int.DONE, slots] = 1
+            self.ints[Int.EPOCH, slots] = -1
+        if len(plan.seats):
+            self._seat(plan)
+        if len(plan.maps):
+            for group, table in enumerate(self.page_tables):
+                of_group = plan.maps if len(self.page_tables) == 1 else plan.maps[plan.maps[:, 1] == group]
+                table[of_group[:, 0].long(), of_group[:, 2].long()] = of_group[:, 3]
+        if len(plan.page_ops):
+            self._page_ops(plan, kv)
+        if len(plan.draft_heads):
+            self._host_drafts(plan)
+
+    def _seat(self, plan: PackedPlan) -> None:
+        seats = plan.seats
+        slots = seats[:, 0].long()
+        self.ints[:, slots] = seats[:, 4 : 4 + N_INT].T
+        self.reals[:, slots] = seats[:, 4 + N_INT :].contiguous().view(torch.float32).T
+        fresh = slots[seats[:, 1] != 0] if self.device.type == "cpu" else torch.where(seats[:, 1] != 0, slots, 0)
+        for table in self.page_tables:
+            table[fresh] = NULL_PAGE
+        self.log[plan.log_cells[:, 0].long(), plan.log_cells[:, 1].long()] = plan.log_cells[:, 2]
+        self.stops[slots] = NO_TOKEN
+        if len(plan.stops):
+            self.stops[plan.stops[:, 0].long(), plan.stops[:, 1].long()] = plan.stops[:, 2]
+        self._seat_biases(slots, plan.biases)
+
+    def _seat_biases(self, slots: torch.Tensor, biases: torch.Tensor) -> None:
+        self.bias_values[slots] = 0.0
+        if not len(biases):
+            return
+        self.bias_ids[biases[:, 0].long(), biases[:, 1].long()] = biases[:, 2].long()
+        self.bias_values[biases[:, 0].long(), biases[:, 1].long()] = biases[:, 3].contiguous().view(torch.float32)
+
+    def widen_biases(self, width: int) -> None:
+        """Room for `width` logit biases a slot; called before the plan that needs it, which is rare."""
+        more = width - self.bias_ids.shape[1]
+        if more > 0:
+            self.bias_ids = torch.nn.functional.pad(self.bias_ids, (0, more))
+            self.bias_values = torch.nn.functional.pad(self.bias_values, (0, more))
+
+    def _page_ops(self, plan: PackedPlan, kv: KVCache) -> None:
+        for kind, group, source, target in plan.page_ops.tolist():
+            if kind == PageOp.COPY:
+                kv.copy_page(group, source, target)
+            else:
+                kv.poison_page(group, target)
+
+    def _host_drafts(self, plan: PackedPlan) -> None:
+        """A host proposal is late: where the ids confirmed since agree with its first ones, its rest is offered."""
+        start = 0
+        ids = plan.draft_ids
+        for slot, epoch, at, count in plan.draft_heads.tolist():
+            proposal = ids[start : start + count]
+            start += count
+            length, known, limit = (int(self.ints[c, slot]) for c in (Int.LEN, Int.KNOWN, Int.LIMIT))
+            behind = known - at
+            live = int(self.ints[Int.EPOCH, slot]) == epoch and not int(self.ints[Int.DONE, slot])
+            if not live or known - length != 1 or not 0 <= behind < count:
+                continue
+            if not torch.equal(proposal[:behind], self.log[slot, at:known]):
+                continue
+            width = min(count - behind, int(self.ints[Int.SPECULATION, slot]), limit - 1 - known)
+            if width > 0:
+                self.log[slot, known : known + width] = proposal[behind : behind + width]
+                self.ints[Int.NDRAFT, slot] = width
+
+    # ------------------------------------------------------------------------------------------------ after verify
+    def commit(self, slots: torch.Tensor, outcome: Commit) -> None:
+        """Writes what a step proved. `slots` [R] int64; slots of padded rows are 0."""
+        width = outcome.ids.shape[1]
+        offsets = torch.arange(width, device=self.device)
+        emitted = offsets < outcome.n_new[:, None]
+        row = torch.where(emitted, slots[:, None], 0)
+        column = torch.where(emitted, (outcome.known - outcome.n_new)[:, None] + offsets, 0)
+        self.log[row, column] = outcome.ids.to(torch.int32)
+        live = torch.where(outcome.live, slots, 0)
+        self.ints[Int.KNOWN, live] = outcome.known
+        self.ints[Int.LEN, live] = outcome.length
+        self.ints[Int.NDRAFT, live] = outcome.ndraft
+        self.ints[Int.DONE, live] = outcome.done.to(torch.int32)
+        self.ints[Int.DONE, 0] = 1
+
+    def offer(self, slots: torch.Tensor, offer: Offer, n_out: torch.Tensor) -> torch.Tensor:
+        """Drafts of rows that sampled and are not done, cut to the room before the limit. Returns widths, [R] int32."""
+        known, limit = self.column(Int.KNOWN, slots), self.column(Int.LIMIT, slots)
+        room = torch.minimum(limit - 1 - known, self.column(Int.SPECULATION, slots)).clamp_(min=0)
+        may = (n_out > 0) & (self.column(Int.DONE, slots) == 0)
+        width = torch.where(may, torch.minimum(offer.width, room), 0)
+        offsets = torch.arange(offer.ids.shape[1], device=self.device)
+        written = offsets < width[:, None]
+        row = torch.where(written, slots[:, None], 0)
+        column = torch.where(written, known[:, None] + offsets, 0)
+        self.log[row, column] = offer.ids.to(torch.int32)
+        self.ints[Int.NDRAFT, torch.where(may, slots, 0)] = width
+        self.ints[Int.NDRAFT, 0] = 0
+        return width

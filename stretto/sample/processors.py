@@ -1,0 +1,57 @@
+"""Logit processors, applied at every sampled position of every row, through the slot table.
+
+Order (documented for users in `stretto.params`): logit bias, min_tokens, penalties; then temperature, top-k, top-p
+and min-p in `sampler`. Penalties count from the row's own log, so a rewind, a retraction or a rejected draft has
+nothing to undo: the ids before a position are the log before it, drafts of the same window included.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stretto.wire import Int, Real
+
+
+class Positions:
+    """The sampled positions of a step. Shapes: L logit rows. `at` is the log position that is being sampled."""
+
+    def __init__(self, slots: torch.Tensor, at: torch.Tensor, ints: torch.Tensor, reals: torch.Tensor):
+        self.slots, self.at, self.ints, self.reals = slots, at, ints, reals
+
+    def int(self, name: Int) -> torch.Tensor:
+        return self.ints[name][self.slots]
+
+    def real(self, name: Real) -> torch.Tensor:
+        return self.reals[name][self.slots]
+
+    def take(self, index: torch.Tensor) -> Positions:
+        return Positions(self.slots[index], self.at[index], self.ints, self.reals)
+
+
+def add_bias(logits: torch.Tensor, where: Positions, bias_ids: torch.Tensor, bias_values: torch.Tensor) -> None:
+    """logits [L, V], changed in place; bias tables [S, B], unused entries 0.0."""
+    logits.scatter_add_(1, bias_ids[where.slots], bias_values[where.slots])
+
+
+def forbid_stops(logits: torch.Tensor, where: Positions, stops: torch.Tensor) -> None:
+    """min_tokens: a stop id may not be sampled below FIRST_STOP. stops [S, M], -1 unused."""
+    ids = stops[where.slots].long()
+    forbidden = (ids >= 0) & (where.at < where.int(Int.FIRST_STOP))[:, None]
+    penalty = torch.where(forbidden, float("-inf"), 0.0)
+    logits.scatter_add_(1, ids.clamp_(min=0), penalty.to(logits.dtype))
+
+
+def penalise(logits: torch.Tensor, where: Positions, log: torch.Tensor) -> None:
+    """Repetition (over prompt and output), presence and frequency (over output). log [S, C], changed: logits."""
+    history = log[where.slots].long()
+    place = torch.arange(log.shape[1], device=log.device)
+    before = place < where.at[:, None]
+    output = before & (place >= where.int(Int.PROMPT)[:, None])
+    ids = torch.where(before, history, 0).clamp_(0, logits.shape[1] - 1)
+    seen = torch.zeros_like(logits).scatter_add_(1, ids, before.to(logits.dtype)) > 0
+    counts = torch.zeros_like(logits).scatter_add_(1, ids, output.to(logits.dtype))
+    repetition = where.real(Real.REPETITION)[:, None]
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits.copy_(torch.where(seen, scaled, logits))
+    logits.sub_(counts * where.real(Real.FREQUENCY)[:, None])
+    logits.sub_((counts > 0) * where.real(Real.PRESENCE)[:, None])
