@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
                "max_tokens")
@@ -43,4 +42,4 @@ class ServeSettings:
             raise ValueError(f"default_sampling has {sorted(unknown)}; it takes {', '.join(DEFAULTABLE)}")
         if any(not key for key in self.api_keys):
             raise ValueError("an API key is empty")
-        object.__setattr__(self, "default_sampling", MappingProxyType(dict(self.default_sampling)))
+        object.__setattr__(self, "default_sampling", dict(self.default_sampling))

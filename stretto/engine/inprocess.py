@@ -1,0 +1,94 @@
+"""InProcessEngine: the AsyncEngine of an engine loop on a thread of this process. For tests and the Python API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncIterator
+
+from stretto.engine.loop import CoreFactory, run_loop
+from stretto.engine.messages import Command, Event, Shutdown
+from stretto.engine.router import Router
+from stretto.protocol import EngineInfo, EngineStats, Output, Request
+
+WATCH_SECONDS = 0.5
+EXIT_SECONDS = 10.0
+
+
+class QueueInbox:
+    """Commands from the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.put = self._queue.put
+
+    def take(self, timeout: float) -> list[Command]:
+        commands: list[Command] = []
+        try:
+            commands.append(self._queue.get(block=timeout > 0, timeout=timeout or None))
+            while True:
+                commands.append(self._queue.get_nowait())
+        except queue.Empty:
+            return commands
+
+
+class InProcessEngine:
+    """Made by `await InProcessEngine.start(factory)`; every method runs on the event loop that started it."""
+
+    info: EngineInfo
+
+    def __init__(self, factory: CoreFactory, stall_timeout: float):
+        self._loop = asyncio.get_running_loop()
+        self._inbox = QueueInbox()
+        self._router = Router(self._inbox.put, stall_timeout)
+        self._thread = threading.Thread(target=run_loop, args=(factory, self._inbox, self._send), daemon=True,
+                                        name="stretto engine")
+        self._watch: asyncio.Task | None = None
+
+    @classmethod
+    async def start(cls, factory: CoreFactory, *, stall_timeout: float = 30.0) -> InProcessEngine:
+        """Starts the thread and waits until its core is ready. Raises EngineDead with the core's own error."""
+        engine = cls(factory, stall_timeout)
+        engine._thread.start()
+        engine.info = await asyncio.shield(engine._router.started)
+        engine._watch = asyncio.create_task(engine._watch_stalls())
+        return engine
+
+    def generate(self, request: Request) -> AsyncIterator[Output]:
+        return self._router.generate(request, self.info)
+
+    async def abort(self, rid: str) -> bool:
+        return await self._router.abort(rid)
+
+    async def stats(self) -> EngineStats:
+        return await self._router.stats()
+
+    async def healthy(self) -> bool:
+        return self._router.healthy() and self._thread.is_alive()
+
+    async def dead(self) -> str:
+        """Returns, with the cause, once the engine has died or been closed."""
+        await self._router.dead.wait()
+        return self._router.cause or ""
+
+    async def close(self) -> None:
+        """Requests in flight are aborted. Returns when the core is closed, or after ten seconds of a wedged step."""
+        if self._watch is None:
+            return
+        self._watch.cancel()
+        self._watch = None
+        self._inbox.put(Shutdown())
+        await asyncio.to_thread(self._thread.join, EXIT_SECONDS)
+        self._router.die("the engine has been closed")
+
+    def _send(self, event: Event) -> None:
+        """On the engine's thread. A front end that has ended needs no more events."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._router.deliver, event)
+
+    async def _watch_stalls(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            self._router.check_stall(WATCH_SECONDS)

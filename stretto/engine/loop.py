@@ -1,0 +1,221 @@
+"""The engine loop: one function, run on a thread (inprocess.py) or in a process of its own (process.py).
+
+    commands --> inbox --+                                   one step:
+                         v                                     drain the inbox      (blocks only when idle)
+              [ drain | step | send ]  --> events              core.step()          (blocks only on the device)
+                                                               send its outputs     (one message)
+
+The core is made, stepped and closed on this one thread; everything else talks to it through messages. No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from stretto.engine.messages import (
+    Aborted,
+    AbortRequest,
+    AskStats,
+    Command,
+    Died,
+    Event,
+    Outputs,
+    Progress,
+    Refused,
+    Started,
+    Stats,
+    Submit,
+    Tick,
+)
+from stretto.protocol import EngineInfo, EngineStats, Output, Request, RequestError
+
+TICK_SECONDS = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class Core(Protocol):
+    """What the loop drives."""
+
+    info: EngineInfo
+
+    def submit(self, request: Request) -> None:
+        """Raises RequestError for a request that the core cannot serve."""
+        ...
+
+    def abort(self, rid: str) -> list[Output]: ...
+
+    def step(self) -> list[Output]:
+        """Runs one step, returns what became ready; blocks only on the device."""
+        ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None: ...
+
+
+class Inbox(Protocol):
+    def take(self, timeout: float) -> list[Command]:
+        """Every command that has arrived, in order; waits up to `timeout` seconds for the first one."""
+        ...
+
+
+CoreFactory = Callable[[], Core]
+Send = Callable[[Event], None]
+
+
+def describe(error: BaseException) -> str:
+    """One line: the kind of error and its text."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+class LiveChoices:
+    """Which choices of which requests have not finished; so that a dying loop can answer each of them."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, set[int]] = {}
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._open
+
+    def add(self, request: Request) -> None:
+        self._open[request.rid] = set(range(request.sampling.n))
+
+    def remove(self, rid: str) -> None:
+        self._open.pop(rid, None)
+
+    def rids(self) -> list[str]:
+        return list(self._open)
+
+    def endings(self, rid: str, reason: str, error: str | None = None) -> list[Output]:
+        """The last output of every choice of a request that will not finish by itself."""
+        return [Output(rid=rid, index=index, token_ids=[], text="", finish_reason=reason, error=error)
+                for index in sorted(self._open.get(rid, ()))]
+
+    def note(self, outputs: list[Output]) -> None:
+        for out in outputs:
+            if out.finish_reason is not None and out.rid in self._open:
+                choices = self._open[out.rid]
+                choices.discard(out.index)
+                if not choices:
+                    del self._open[out.rid]
+
+
+class _Loop:
+    def __init__(self, core: Core, inbox: Inbox, send: Send):
+        self.core, self.inbox, self.send = core, inbox, send
+        self.live = LiveChoices()
+        self.next_tick = 0.0
+
+    def run(self) -> None:
+        """Until Shutdown. Whatever core.step() raises passes through."""
+        while self.serve_commands():
+            self.tick()
+            if self.core.has_work:
+                self.deliver(self.core.step())
+
+    def serve_commands(self) -> bool:
+        """False: Shutdown has come."""
+        for command in self.inbox.take(0.0 if self.core.has_work else TICK_SECONDS):
+            if isinstance(command, Submit):
+                self.submit(command.request)
+            elif isinstance(command, AbortRequest):
+                self.abort(command.rid)
+            elif isinstance(command, AskStats):
+                self.send(Stats(command.serial, self.core.stats()))
+            else:
+                for rid in self.live.rids():
+                    self.abort(rid)
+                return False
+        return True
+
+    def submit(self, request: Request) -> None:
+        self.live.add(request)  # before the core has it: should submit() fail badly, this request is answered too
+        try:
+            self.core.submit(request)
+        except RequestError as e:
+            self.live.remove(request.rid)
+            self.send(Refused(request.rid, str(e), e.param, e.code))
+        except Exception as e:  # one request's trouble; the others go on
+            log.exception("the core failed to take request %s", request.rid)
+            self.deliver(self.live.endings(request.rid, "error", describe(e)))
+
+    def abort(self, rid: str) -> None:
+        if rid not in self.live:  # unknown, refused, or finished while the abort was under way
+            self.send(Aborted(rid, False))
+            return
+        self.deliver(self.core.abort(rid))
+        self.deliver(self.live.endings(rid, "abort"))  # choices that the core left without a last output
+        self.send(Aborted(rid, True))
+
+    def deliver(self, outputs: list[Output]) -> None:
+        if outputs:
+            self.live.note(outputs)
+            self.send(Outputs(outputs))
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if now >= self.next_tick:
+            self.next_tick = now + TICK_SECONDS / 2
+            self.send(Tick())
+
+
+class _ProgressHandler(logging.Handler):
+    def __init__(self, send: Send):
+        super().__init__(logging.INFO)
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._send(Progress(record.getMessage()))
+
+
+@contextlib.contextmanager
+def _progress_relayed(send: Send) -> Iterator[None]:
+    """While it is open, what the package logs at INFO or above is sent as Progress too."""
+    logger, handler = logging.getLogger("stretto"), _ProgressHandler(send)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def run_loop(factory: CoreFactory, inbox: Inbox, send: Send) -> bool:
+    """Makes the core, serves until Shutdown, closes the core. Sends Started first; Died last, and only when something
+    failed: at start, or in a step (every request in flight gets an "error" output before).
+
+    Returns True after a clean end."""
+    loop: _Loop | None = None
+    core: Core | None = None
+    try:
+        with _progress_relayed(send):
+            core = factory()
+        loop = _Loop(core, inbox, send)
+        send(Started(core.info))
+        loop.run()
+    except Exception as e:
+        log.exception("the engine %s", "loop failed" if loop else "could not start")
+        cause = describe(e)
+        if loop is not None:
+            for rid in loop.live.rids():
+                loop.deliver(loop.live.endings(rid, "error", cause))
+        send(Died(cause))
+        _close_after_failure(core)
+        return False
+    core.close()
+    return True
+
+
+def _close_after_failure(core: Core | None) -> None:
+    if core is not None:
+        try:
+            core.close()
+        except Exception:
+            log.exception("closing the failed core failed as well")

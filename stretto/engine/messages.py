@@ -1,0 +1,81 @@
+"""What a front end and an engine loop say to each other. No torch in this module.
+
+The same structs travel as objects between threads and as msgpack between processes. A request is known to the engine
+by its *wire id*, which the front end makes unique for ever: a client may use an id again the moment it is free, and
+results of the earlier request, still under way, can never reach the later one.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from stretto.protocol import EngineInfo, EngineStats, Output, Request
+
+
+class Submit(msgspec.Struct, tag=True):
+    request: Request
+
+
+class AbortRequest(msgspec.Struct, tag=True):
+    """Answered by Aborted once the engine has released the request."""
+
+    rid: str
+
+
+class AskStats(msgspec.Struct, tag=True):
+    serial: int
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """The loop aborts what it holds, closes the core and ends."""
+
+
+Command = Submit | AbortRequest | AskStats | Shutdown
+
+
+class Progress(msgspec.Struct, tag=True):
+    """A line about the start-up, for people and for /startupz."""
+
+    text: str
+
+
+class Started(msgspec.Struct, tag=True):
+    info: EngineInfo
+
+
+class Outputs(msgspec.Struct, tag=True):
+    """Everything one step gave, in one message."""
+
+    outputs: list[Output]
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The core could not take a request; the fields of RequestError."""
+
+    rid: str
+    message: str
+    param: str | None
+    code: str | None
+
+
+class Aborted(msgspec.Struct, tag=True):
+    rid: str
+    was_live: bool
+
+
+class Stats(msgspec.Struct, tag=True):
+    serial: int
+    stats: EngineStats
+
+
+class Tick(msgspec.Struct, tag=True):
+    """Sent between steps, at least twice a second while steps are short: the loop makes progress."""
+
+
+class Died(msgspec.Struct, tag=True):
+    """The loop has ended for a reason other than Shutdown; nothing follows."""
+
+    cause: str
+
+
+Event = Progress | Started | Outputs | Refused | Aborted | Stats | Tick | Died

@@ -1,0 +1,130 @@
+"""An engine loop in a process of its own: the child's side, and the parent's handle on the child.
+
+    front process                             engine process (spawned)
+      PUSH  ---- commands, msgpack ---->  PULL
+      PULL  <---- events, msgpack ------  PUSH        both over ipc in a private folder
+
+No orphan: the kernel kills the child when its parent dies (Linux), and a thread of the child watches its parent's id
+(everywhere). Signals of the terminal or of a supervisor reach the whole process group; the child ignores them, because
+the parent decides when the engine stops.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from stretto.engine.loop import CoreFactory, run_loop
+from stretto.engine.messages import Command, Event
+
+PARENT_POLL_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class ZmqInbox:
+    """Commands from the front process."""
+
+    def __init__(self, socket: zmq.Socket):
+        self._socket = socket
+        self._decoder = msgspec.msgpack.Decoder(Command)
+
+    def take(self, timeout: float) -> list[Command]:
+        if not self._socket.poll(int(timeout * 1000)):
+            return []
+        commands: list[Command] = []
+        while True:
+            try:
+                commands.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return commands
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(PARENT_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+def _child_main(factory: CoreFactory, address: str, parent_pid: int, log_level: int) -> None:
+    """Runs in the child. Exits with 0 after Shutdown, with 1 when the engine failed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _die_with_parent(parent_pid)
+    logging.basicConfig(level=log_level, format="%(levelname)s:     [engine] %(message)s")
+    context = zmq.Context()
+    commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket in (commands, events):
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 5000)  # the last words
+    commands.connect(f"{address}-commands")
+    events.connect(f"{address}-events")
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(event: Event) -> None:
+        events.send(encoder.encode(event))
+
+    clean = run_loop(factory, ZmqInbox(commands), send)
+    context.destroy(linger=5000)
+    sys.exit(0 if clean else 1)
+
+
+class EngineProcess:
+    """The parent's handle: starts the child, sends it commands, ends it.
+
+    Start it on a thread that lives as long as the engine shall: Linux ties the child's life to that thread."""
+
+    def __init__(self, factory: CoreFactory, log_level: int = logging.INFO):
+        self._folder = Path(tempfile.mkdtemp(prefix="stretto-"))  # mode 0700
+        address = f"ipc://{self._folder}/engine"
+        self.context = zmq.Context()
+        self._commands = self.context.socket(zmq.PUSH)
+        self._commands.set_hwm(0)
+        self._commands.setsockopt(zmq.LINGER, 0)
+        self._commands.bind(f"{address}-commands")
+        self.events_address = f"{address}-events"
+        self._encoder = msgspec.msgpack.Encoder()
+        self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
+            target=_child_main, args=(factory, address, os.getpid(), log_level), name="stretto engine")
+
+    def start(self) -> None:
+        self.process.start()
+
+    def send(self, command: Command) -> None:
+        """Never blocks. A command to an engine that has gone is dropped: its death is reported elsewhere."""
+        try:
+            self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
+        except zmq.Again:
+            if self.process.is_alive():
+                raise
+
+    def end(self, timeout: float) -> int | None:
+        """Waits for the child to exit, then makes it. Returns its exit code; safe to call again."""
+        if self.process.pid is not None:
+            self.process.join(timeout)
+            if self.process.is_alive():
+                self.process.kill()
+                self.process.join()
+        return self.process.exitcode
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
