@@ -1,0 +1,227 @@
+"""What a model's config.json says, in one frozen record. No torch in this module.
+
+Defaults are those of the architecture's configuration class in transformers, since config.json may leave them out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be served. Names the key, its value and what would do."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. Fields below `dim` belong to some kinds only; 0 and () mean: not given."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    dim: int = 0  # rotated features of a head
+    factor: float = 1.0
+    original_max_position: int = 0  # positions before scaling
+    attention_factor: float | None = None  # cos and sin are multiplied by it
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    mscale: float = 0.0  # yarn
+    mscale_all_dim: float = 0.0  # yarn
+    truncate: bool = True  # yarn
+    short_factor: tuple[float, ...] = ()  # longrope, one per frequency
+    long_factor: tuple[float, ...] = ()  # longrope, one per frequency
+
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_ROPE_NEEDS = {"linear": ("factor",), "dynamic": ("factor",), "yarn": (), "default": (),
+               "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
+
+_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
+    "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
+                         "max_window_layers": 28},
+    "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
+                         "max_window_layers": 28, "head_dim": 128},
+    "MistralForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+}
+_BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+                  "mistral": "MistralForCausalLM"}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only language model with grouped-query attention and rotary positions."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    hidden_act: str
+    rope: RopeConfig
+    windows: tuple[int | None, ...]  # of each layer; None: full attention
+    tie_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    max_position: int  # rope scaling included
+    bos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str | None = None  # what the checkpoint was saved in, by name
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # config.json as it is
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+        """From the objects in config.json and generation_config.json. Raises ConfigError."""
+        name = architecture_of(config)
+        get = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **_FAMILY_DEFAULTS.get(name, {}), **config}.get
+        refuse_quantization(config)
+        sizes = {key: _positive(name, key, get(key)) for key in
+                 ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                  "max_position_embeddings")}
+        n_layers, n_heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
+        n_kv_heads = _positive(name, "num_key_value_heads", get("num_key_value_heads") or n_heads)
+        head_dim = _positive(name, "head_dim", get("head_dim") or sizes["hidden_size"] // n_heads)
+        if n_heads % n_kv_heads:
+            raise ConfigError(f"{name}: num_attention_heads {n_heads} is no multiple of num_key_value_heads {n_kv_heads}")
+        rope = parse_rope(config, head_dim, sizes["max_position_embeddings"])
+        return cls(
+            architecture=name, vocab_size=sizes["vocab_size"], hidden_size=sizes["hidden_size"],
+            intermediate_size=sizes["intermediate_size"], n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads,
+            head_dim=head_dim, norm_eps=float(get("rms_norm_eps")), hidden_act=str(get("hidden_act")), rope=rope,
+            windows=_windows(name, get, n_layers), tie_embeddings=bool(get("tie_word_embeddings", False)),
+            attention_bias=bool(get("attention_bias", False)), mlp_bias=bool(get("mlp_bias", False)),
+            max_position=_max_position(rope, sizes["max_position_embeddings"]),
+            bos_token_ids=token_ids("bos_token_id", config, generation_config),
+            eos_token_ids=token_ids("eos_token_id", config, generation_config),
+            dtype=get("dtype") or get("torch_dtype"), raw=config)
+
+
+def read_config(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """config.json and, if there is one, generation_config.json of an HF folder. Raises ConfigError."""
+    config = _read_json(Path(folder) / "config.json", "point to a folder that holds a model in Hugging Face format")
+    generation = Path(folder) / "generation_config.json"
+    return config, _read_json(generation, "") if generation.is_file() else None
+
+
+def _read_json(path: Path, hint: str) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read ({e.strerror}): {hint}") from e
+    except ValueError as e:
+        raise ConfigError(f"{path} is not JSON ({e}): fetch it again") from e
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds a {type(data).__name__}, not an object: fetch it again")
+    return data
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The first architecture that the config lists, else the one that its model_type stands for."""
+    listed = config.get("architectures") or ()
+    model_type = config.get("model_type")
+    if listed:
+        return str(listed[0])
+    if not model_type:
+        raise ConfigError("the config names neither architectures nor model_type: it is no model's config.json")
+    return _BY_MODEL_TYPE.get(model_type, model_type)
+
+
+def token_ids(key: str, *configs: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """The ids under `key` in any of the configs, each once: HF writes one id or a list, and generation_config may
+    name more than config.json."""
+    found: list[int] = []
+    for config in configs:
+        value = (config or {}).get(key)
+        found += [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+    return tuple(dict.fromkeys(int(i) for i in found))
+
+
+def refuse_quantization(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a checkpoint whose weights are quantised by a method of `quantization_config`."""
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
+        raise ConfigError(f"quantization_config: the weights are quantised by {method!r}, which is not supported: take "
+                          "the model's unquantised checkpoint, or a GGUF file of it")
+
+
+def _positive(name: str, key: str, value: Any) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}: {key} is {value!r}; the config must give a positive whole number")
+    return value
+
+
+def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
+    """Reads `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (earlier). Raises ConfigError for an
+    unknown kind, and for values that the kind needs and does not find."""
+    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3 checkpoints
+    if kind not in ROPE_KINDS:
+        raise ConfigError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    missing = [key for key in _ROPE_NEEDS[kind] if given.get(key) is None]
+    if missing:
+        raise ConfigError(f"rope type {kind!r} needs {', '.join(missing)}; the config gives {sorted(given)}")
+    theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
+    partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    original = (config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+                or max_position)
+    factor = given.get("factor") or max_position / original
+    dim = int(head_dim * partial)
+    for key in ("short_factor", "long_factor"):
+        if kind == "longrope" and len(given[key]) != dim // 2:
+            raise ConfigError(f"rope type 'longrope': {key} has {len(given[key])} values; {dim} rotated features need "
+                              f"{dim // 2}")
+    defaults = RopeConfig()
+    return RopeConfig(
+        kind=kind, theta=float(theta), dim=dim, factor=float(factor), original_max_position=int(original),
+        attention_factor=given.get("attention_factor"),
+        low_freq_factor=given.get("low_freq_factor") or defaults.low_freq_factor,
+        high_freq_factor=given.get("high_freq_factor") or defaults.high_freq_factor,
+        beta_fast=given.get("beta_fast") or defaults.beta_fast, beta_slow=given.get("beta_slow") or defaults.beta_slow,
+        mscale=given.get("mscale") or 0.0, mscale_all_dim=given.get("mscale_all_dim") or 0.0,
+        truncate=given.get("truncate", True), short_factor=tuple(given.get("short_factor") or ()),
+        long_factor=tuple(given.get("long_factor") or ()))
+
+
+def _max_position(rope: RopeConfig, max_position: int) -> int:
+    """Positions that the scaled embedding serves. By the convention of HF configs, `max_position_embeddings` stays at
+    its unscaled value for linear, dynamic and (in most checkpoints) yarn; llama3 and longrope give the scaled one."""
+    if rope.kind in ("linear", "dynamic"):
+        return int(max_position * rope.factor)
+    if rope.kind == "yarn":
+        return max(max_position, int(rope.original_max_position * rope.factor))
+    return max_position
+
+
+def _windows(name: str, get, n_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer. Qwen gives a window that `use_sliding_window` switches on for the layers from
+    `max_window_layers` on, or names each layer's type; Mistral's window is that of every layer."""
+    window = get("sliding_window")
+    if name.startswith("Qwen") and not get("use_sliding_window", False):
+        window = None
+    if window is None or name == "LlamaForCausalLM":
+        return (None,) * n_layers
+    window = _positive(name, "sliding_window", window)
+    if name == "MistralForCausalLM":
+        return (window,) * n_layers
+    types = get("layer_types")
+    if types is None:
+        first = int(get("max_window_layers", 0) or 0)
+        return tuple(window if i >= first else None for i in range(n_layers))
+    known = {"full_attention": None, "sliding_attention": window}
+    unknown = sorted({t for t in types if t not in known})
+    if unknown or len(types) != n_layers:
+        raise ConfigError(f"{name}: layer_types has {len(types)} entries for {n_layers} layers"
+                          + (f" and the unknown types {', '.join(unknown)}" if unknown else "")
+                          + f"; supported: {', '.join(known)}")
+    return tuple(known[t] for t in types)

@@ -1,0 +1,1 @@
+"""One module per family of models that the engine runs natively."""

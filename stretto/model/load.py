@@ -1,0 +1,57 @@
+"""From a path to a model that is ready to run.
+
+    folder with config.json  ->  ModelConfig + SafetensorsSource  --+-- architecture known --> build_model
+    file .gguf               ->  ModelConfig + GGUFSource         --+
+    folder, architecture not known here                             --> transformers' own model (fallback.py)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from stretto.model.api import CausalModel
+from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config
+from stretto.model.registry import NATIVE, find_builder
+from stretto.model.source import SafetensorsSource, WeightSource
+from stretto.model.weights import Progress, Weights
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None,
+               context: int | None = None) -> CausalModel:
+    """Loads a model from an HF folder or a GGUF file.
+
+    `context` is the number of positions that will be served; None: all that the model was trained for. It sizes the
+    rotary table, and a longrope model uses its short frequencies only where it is at most the original context.
+    `progress` is called with (elements copied, elements in all).
+
+    Raises ConfigError for a configuration that cannot be served and WeightError for weights that do not fit it."""
+    path = Path(path)
+    if path.suffix == ".gguf":
+        from stretto.model.gguf import GGUFSource, gguf_config
+
+        source: WeightSource = GGUFSource(path)
+        return build_model(ModelConfig.from_hf(gguf_config(path)), source, dtype, device, progress, context)
+    raw, generation = read_config(path)
+    if find_builder(architecture_of(raw)) is None:
+        raise ConfigError(f"{architecture_of(raw)} has no native model here; there are {', '.join(NATIVE)}")
+    config = ModelConfig.from_hf(raw, generation)
+    return build_model(config, SafetensorsSource(path), dtype, device, progress, context)
+
+
+def build_model(config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device,
+                progress: Progress | None = None, context: int | None = None) -> CausalModel:
+    """A model of a known architecture with the weights of any source. Raises ConfigError and WeightError."""
+    builder = find_builder(config.architecture)
+    if builder is None:
+        raise ConfigError(f"{config.architecture} has no native model here (there are {', '.join(NATIVE)}), and only an "
+                          "HF folder can be served through transformers")
+    context = config.max_position if context is None else context
+    if not 1 <= context <= config.max_position:
+        raise ConfigError(f"a context of {context} positions was asked for; {config.architecture} has "
+                          f"{config.max_position}: ask for at most that")
+    weights = Weights(source, dtype, device)
+    model = builder(config, weights, context)
+    weights.fill(progress)
+    return model

@@ -1,0 +1,43 @@
+"""Which architecture is built by what: our own families, and those that installed packages add.
+
+A package adds one by an entry point of the group "stretto.models", named as the architecture in config.json:
+
+    [project.entry-points."stretto.models"]
+    NovelForCausalLM = "novel_for_stretto:build"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+from stretto.model.api import CausalModel
+from stretto.model.config import ConfigError, ModelConfig
+from stretto.model.families.llama import Llama
+from stretto.model.families.mistral import mistral
+from stretto.model.families.qwen2 import qwen2
+from stretto.model.families.qwen3 import qwen3
+from stretto.model.weights import Weights
+
+GROUP = "stretto.models"
+
+# Declares its parameters on the Weights and returns the model; the third argument is the number of positions served.
+Builder = Callable[[ModelConfig, Weights, int], CausalModel]
+
+NATIVE: dict[str, Builder] = {
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}
+
+
+def find_builder(architecture: str) -> Builder | None:
+    """The builder of an architecture, or None. Raises ConfigError where two would serve it: which one runs must not
+    depend on the order of installation."""
+    plugins = list(entry_points(group=GROUP, name=architecture))
+    if len(plugins) > 1 or (plugins and architecture in NATIVE):
+        claims = [f"{p.value} of {p.dist.name if p.dist else 'an unnamed package'}" for p in plugins]
+        claims += ["stretto itself"] if architecture in NATIVE else []
+        raise ConfigError(f"{architecture} is claimed by {' and by '.join(claims)}: uninstall all but one")
+    return plugins[0].load() if plugins else NATIVE.get(architecture)

@@ -1,0 +1,93 @@
+"""From a checkpoint into a model's own parameters, each tensor copied once.
+
+A model first declares what it wants, fused as it likes; memory is reserved, nothing is read. Then the whole list is
+compared with what the source holds, and every difference is named in one error. Only then is data copied.
+
+    declared   qkv [ q rows | k rows | v rows ]        gate_up [ gate rows | up rows ]
+    source       q_proj.weight  k_proj.weight  v_proj.weight        gate_proj.weight  up_proj.weight
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stretto.model.source import WeightError, WeightSource
+
+Progress = Callable[[int, int], None]  # (elements copied, elements in all)
+
+# Buffers that old checkpoints saved beside the weights, and that are computed from the configuration.
+_COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
+
+
+@dataclass(frozen=True)
+class _Copy:
+    name: str
+    shape: tuple[int, ...]
+    target: torch.Tensor
+
+
+class Weights:
+    """What a model takes from a source. Parameters are filled by `fill`; until then they hold nothing."""
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device):
+        self._source, self._names = source, frozenset(source.names())
+        self.dtype, self.device = dtype, device
+        self._copies: list[_Copy] = []
+        self._ignored: set[str] = set()
+        self._after: list[Callable[[], None]] = []
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor `name`, which must have this shape."""
+        return self.stack([(name, shape[0])], *shape[1:])
+
+    def stack(self, parts: Sequence[tuple[str, int]], *columns: int) -> torch.Tensor:
+        """The named tensors one below the other: [sum of rows, *columns]. `parts` gives (name, rows) of each."""
+        rows = sum(n for _, n in parts)
+        parameter = torch.empty(rows, *columns, dtype=self.dtype, device=self.device)
+        at = 0
+        for name, n in parts:
+            self._copies.append(_Copy(name, (n, *columns), parameter.narrow(0, at, n)))
+            at += n
+        return parameter
+
+    def ignore(self, *names: str) -> None:
+        """Tensors that a checkpoint may hold and this model does not need."""
+        self._ignored.update(names)
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Called once all parameters are filled: for what is computed from them."""
+        self._after.append(action)
+
+    def check(self) -> None:
+        """Raises WeightError that names every tensor missing, misshapen or not asked for."""
+        wanted = {copy.name: copy for copy in self._copies}
+        missing = sorted(wanted.keys() - self._names)
+        extra = sorted(n for n in self._names - wanted.keys() - self._ignored if not _COMPUTED.search(n))
+        shapes = {n: tuple(self._source.shape(n)) for n in wanted.keys() & self._names}
+        misshapen = [f"{n} is {list(shapes[n])}, the config wants {list(c.shape)}" for n, c in wanted.items()
+                     if n in shapes and shapes[n] != c.shape]
+        parts = [f"{len(found)} {what}: {', '.join(found)}" for what, found in
+                 (("missing", missing), ("misshapen", misshapen), ("not part of this model", extra)) if found]
+        if parts:
+            raise WeightError("the checkpoint does not fit its config: " + "; ".join(parts))
+
+    def fill(self, progress: Progress | None = None) -> None:
+        """Checks, then copies everything. Raises WeightError."""
+        self.check()
+        total, done = sum(c.target.numel() for c in self._copies), 0
+        for copy in self._copies:
+            tensor = self._source.tensor(copy.name)
+            if not tensor.dtype.is_floating_point:
+                raise WeightError(f"{copy.name} holds {tensor.dtype}; weights must be floating-point numbers")
+            copy.target.copy_(tensor)
+            done += copy.target.numel()
+            if progress is not None:
+                progress(done, total)
+        for action in self._after:
+            action()
+        self._copies.clear()
+        self._after.clear()
