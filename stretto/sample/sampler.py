@@ -49,8 +49,10 @@ def sample_filtered(logits: torch.Tensor, where: Positions) -> torch.Tensor:
 
 def _draw(scaled: torch.Tensor, where: Positions, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws among the `candidates` best. Also says whether those hold every token that may be drawn."""
-    best, ids = torch.sort(scaled, -1, descending=True, stable=True) if candidates == scaled.shape[1] else \
-        torch.topk(scaled, candidates, -1)
+    if candidates == scaled.shape[1]:
+        best, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    else:
+        best, ids = torch.topk(scaled, candidates, -1)
     keep, complete = _kept(scaled, best, where)
     noise = gumbel(_keys(where), ids)
     winner = torch.where(keep, best + noise, float("-inf")).argmax(-1, keepdim=True)

@@ -1,0 +1,125 @@
+"""Where steps run, and how their results come back. The only module that knows of threads, streams and events.
+
+    CPU     launch: queue the plan            device thread: plan N, plan N+1 ...        collect: wait for result N
+    CUDA    launch: enqueue on the step stream, then a copy of the result on the copy stream behind an event
+            collect: wait for that event; the host has planned the next step meanwhile
+
+                step stream   | step N          | step N+1        |
+                copy stream                     | D2H N |          | D2H N+1 |
+                host          plan N+1 ........ collect N, plan N+2 ...
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from stretto.device.runner import Runner
+
+
+class DeviceHalf(Protocol):
+    """Takes packed plans in order, gives packed results in the same order."""
+
+    def launch(self, packed: np.ndarray) -> None:
+        """Starts a step; returns before it has run (except `InlineDevice`)."""
+        ...
+
+    def collect(self) -> np.ndarray:
+        """The oldest result not yet collected; waits for it. Raises what the step raised."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class InlineDevice:
+    """Runs each step at launch, on the caller's thread. For debugging and tests."""
+
+    def __init__(self, runner: Runner):
+        self.runner = runner
+        self.results: deque[np.ndarray] = deque()
+
+    def launch(self, packed: np.ndarray) -> None:
+        self.results.append(self.runner.step(packed).cpu().numpy())
+
+    def collect(self) -> np.ndarray:
+        return self.results.popleft()
+
+    def close(self) -> None:
+        self.results.clear()
+
+
+class ThreadDevice:
+    """Runs steps on a thread of its own, so that the host plans while the CPU's kernels run (they hold no GIL)."""
+
+    def __init__(self, runner: Runner):
+        self.runner = runner
+        self.plans: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
+        self.results: queue.SimpleQueue[np.ndarray | BaseException] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, args=(torch.get_num_threads(),), name="stretto-device", daemon=True)
+        self.thread.start()
+
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)  # a new thread starts with its own count
+        while (packed := self.plans.get()) is not None:
+            try:
+                self.results.put(self.runner.step(packed).numpy())
+            except BaseException as e:  # handed to the caller, who waits for this result
+                self.results.put(e)
+
+    def launch(self, packed: np.ndarray) -> None:
+        self.plans.put(packed)
+
+    def collect(self) -> np.ndarray:
+        result = self.results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def close(self) -> None:
+        self.plans.put(None)
+        self.thread.join(timeout=60)
+
+
+class CudaDevice:
+    """Enqueues steps on one stream and copies results to pinned memory on another, each behind an event."""
+
+    def __init__(self, runner: Runner, device: torch.device):
+        self.runner = runner
+        self.steps, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.steps.wait_stream(torch.cuda.current_stream(device))  # weights and tables were written there
+        self.in_flight: deque[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = deque()
+
+    def launch(self, packed: np.ndarray) -> None:
+        pinned = torch.from_numpy(packed).pin_memory()
+        with torch.cuda.stream(self.steps):
+            result = self.runner.step(pinned.numpy())
+        self.copies.wait_stream(self.steps)
+        with torch.cuda.stream(self.copies):
+            on_host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+            on_host.copy_(result, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        result.record_stream(self.copies)
+        self.in_flight.append((on_host, pinned, done))
+
+    def collect(self) -> np.ndarray:
+        on_host, _, done = self.in_flight.popleft()
+        done.synchronize()
+        return on_host.numpy()
+
+    def close(self) -> None:
+        self.in_flight.clear()
+        self.steps.synchronize()
+        self.copies.synchronize()
+
+
+def make_device(runner: Runner, overlap: bool) -> DeviceHalf:
+    """The device half for the runner's device."""
+    if runner.model.device.type == "cuda":
+        return CudaDevice(runner, runner.model.device)
+    return ThreadDevice(runner) if overlap else InlineDevice(runner)
