@@ -27,7 +27,8 @@ from stretto.text.gguf_vocab import special_ids
 log = logging.getLogger(__name__)
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-QUANTISED = {Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K}
+QUANTISED = {Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0,
+             Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K}
 _PLAIN = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 
 _GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -169,7 +170,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "dtype": _dtype(file), **special_ids(file.metadata),
     }
-    if window := own.get("attention.sliding_window"):  # Hugging Face's Llama has no window, Mistral is the same with one
+    if window := own.get("attention.sliding_window"):  # Hugging Face's Llama has none; Mistral is a Llama with a window
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     return config
 
@@ -195,7 +196,7 @@ def _head_dim(own: Mapping[str, Any], hidden: int, heads: int) -> int:
     head_dim = _whole(own, "attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if (value := _whole(own, key, head_dim)) != head_dim:
-            raise ConfigError(f"{key} is {value} and the heads have {head_dim} features; only equal sizes are supported")
+            raise ConfigError(f"{key} is {value} and the heads have {head_dim} features; only equal sizes work")
     return head_dim
 
 
@@ -234,7 +235,7 @@ def _rope_scaling(file: GGUFFile, own: Mapping[str, Any], head_dim: int) -> dict
 def _divisors(file: GGUFFile, name: str, head_dim: int) -> list[float]:
     info = file.tensors[name]
     if info.kind is not Kind.F32 or info.shape != (head_dim // 2,):
-        raise ConfigError(f"{name} is {info.kind.name} of shape {list(info.shape)}; it must be F32 of [{head_dim // 2}]")
+        raise ConfigError(f"{name} is {info.kind.name} of shape {list(info.shape)}; not F32 of [{head_dim // 2}]")
     return file.data(name).view(np.float32).tolist()
 
 

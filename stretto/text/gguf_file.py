@@ -95,7 +95,7 @@ class _Header:
             raise GGUFError("a big-endian GGUF file; only little-endian ones are supported" if big else
                             f"GGUF version {version}; supported are {', '.join(map(str, _VERSIONS))}")
         n_tensors, n_keys = self._scalar("<Q"), self._scalar("<Q")
-        self.metadata = {}
+        self.metadata: dict[str, Any] = {}
         for _ in range(n_keys):
             key = self._string()
             self.metadata[key] = self._value(self._scalar("<I"))
@@ -104,7 +104,7 @@ class _Header:
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
             raise GGUFError(f"general.alignment is {alignment!r}, not a power of two")
         start = -(-self._at // alignment) * alignment
-        self.tensors = {}
+        self.tensors: dict[str, TensorInfo] = {}
         for name, shape, kind, offset in infos:
             if name in self.tensors:
                 raise GGUFError(f"two tensors are called {name}")

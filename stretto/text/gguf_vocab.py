@@ -154,13 +154,13 @@ def _add_special(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> N
 
 def _add_frame(tokenizer: Tokenizer, metadata: Mapping[str, Any], add_bos: bool) -> None:
     """The tokens that `add_special_tokens` puts around a text."""
-    ids = {"bos": metadata.get("tokenizer.ggml.bos_token_id"), "eos": metadata.get("tokenizer.ggml.eos_token_id")}
     wanted = {"bos": metadata.get("tokenizer.ggml.add_bos_token", add_bos),
               "eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
-    frame = {end: tokenizer.id_to_token(ids[end]) for end in ids if wanted[end] and ids[end] is not None}
+    ids = {end: metadata.get(f"tokenizer.ggml.{end}_token_id") for end in wanted if wanted[end]}
+    frame = {end: (tokenizer.id_to_token(i), i) for end, i in ids.items() if i is not None}
     if not frame:
         return
-    pattern = [frame[end] if end in frame else None for end in ("bos", "eos")]
-    single = [t for t in (pattern[0], "$A", pattern[1]) if t]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=single, special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(frame.values())])
+    before = [frame["bos"][0]] if "bos" in frame else []
+    after = [frame["eos"][0]] if "eos" in frame else []
+    tokenizer.post_processor = processors.TemplateProcessing(single=[*before, "$A", *after],
+                                                             special_tokens=list(set(frame.values())))
