@@ -1,0 +1,63 @@
+"""`stretto explain`: the configuration that `serve` would run, without loading weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from stretto.cli.failures import EXIT_REFUSED
+from stretto.cli.options import (
+    KV,
+    MODEL,
+    PARALLEL,
+    SCHEDULE,
+    SERVE,
+    SPECULATION,
+    KVOptions,
+    ModelOptions,
+    ParallelOptions,
+    ScheduleOptions,
+    ServeOptions,
+    SpeculationOptions,
+    engine_config,
+)
+from stretto.cli.report import render
+from stretto.cli.starting import resolve_all
+from stretto.compat import ConfigError
+from stretto.report import start_report
+
+
+def explain(model: ModelOptions = MODEL, *, kv: KVOptions = KV, schedule: ScheduleOptions = SCHEDULE,
+            speculation: SpeculationOptions = SPECULATION, parallel: ParallelOptions = PARALLEL,
+            serve: ServeOptions = SERVE,
+            as_json: Annotated[bool, Parameter(name="--json", negative=())] = False) -> int:
+    """Show the configuration that `serve` would run, with the reason for every value. Nothing is loaded.
+
+    Exits with 3 if something that was asked for cannot run, and says what and why.
+
+    Parameters
+    ----------
+    as_json
+        Print one JSON object.
+    """
+    config = engine_config(model, kv, schedule, speculation, parallel, serve)
+    try:
+        resolved, facts = resolve_all(config)
+        report = start_report(resolved, facts, version("stretto"))
+    except ConfigError as e:
+        if not as_json:
+            raise
+        refused = [{"feature": r.feature, "component": r.component, "why": r.why, "remedy": r.remedy}
+                   for r in e.refusals]
+        print(json.dumps({"refused": refused}, indent=2))
+        return EXIT_REFUSED
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        Console(file=sys.stdout).print(render(report))
+    return 0

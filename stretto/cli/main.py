@@ -1,0 +1,84 @@
+"""The command line. Commands live in modules of their own and are imported only when called, so that `stretto --help`
+answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from cyclopts.config import Dict
+from rich.console import Console
+
+from stretto.cli.failures import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE, CommandFailed
+from stretto.cli.sources import Settings, UsageError, gather, read_units
+from stretto.compat import ConfigError
+
+EPILOGUE = ("Every setting can also come from a variable (STRETTO_MAX_MODEL_LEN) or from the file named by --config or"
+            " STRETTO_CONFIG (max-model-len: 8K). The command line wins over variables, variables over the file.")
+
+
+def build_app() -> App:
+    """The commands, without any source of settings but the command line."""
+    app = App(name="stretto", version=f"stretto {version('stretto')}", help_epilogue=EPILOGUE,
+              result_action="return_value",
+              help="Serve language models: every feature works with every other, exactly.")
+    app.command("stretto.cli.serve:serve", name="serve", help="Serve a model over HTTP, with OpenAI's API.")
+    app.command("stretto.cli.chat:run", name="run", help="Chat with a model in the terminal, or answer one prompt.")
+    app.command("stretto.cli.explain:explain", name="explain",
+                help="Show the configuration that `serve` would run, with the reason for every value.")
+    app.command("stretto.cli.doctor:doctor", name="doctor", help="Check this machine, and a model if one is named.")
+    bench = App(name="bench", help="Measure speed, against other engines where asked.")
+    bench.command("stretto.cli.bench:latency", name="latency", help="One request at a time: how fast is each token?")
+    bench.command("stretto.cli.bench:throughput", name="throughput", help="Many requests at once: how many tokens?")
+    app.command(bench)
+    return app
+
+
+def run_app(tokens: Sequence[str], environment: dict[str, str], errors: Console) -> int:
+    """Runs one command. Returns the exit code."""
+    app = build_app()
+
+    def meta(*tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+             config: Path | None = None) -> object:
+        """
+        Parameters
+        ----------
+        config
+            YAML file with settings.
+        """
+        named = config or (Path(environment["STRETTO_CONFIG"]) if environment.get("STRETTO_CONFIG") else None)
+        settings = gather(tokens, environment, named)
+        for note in settings.notes:
+            errors.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+        app.config = _sources(settings)
+        return app(settings.tokens)
+
+    app.meta.default(meta)
+    try:
+        code = app.meta(list(tokens), result_action="return_value")
+    except UsageError as e:
+        errors.print(f"error: {e}", highlight=False, markup=False, soft_wrap=True, style="red")
+        return EXIT_USAGE
+    except CommandFailed as e:
+        errors.print(f"error: {e}", highlight=False, markup=False, soft_wrap=True, style="red")
+        return EXIT_FAILED
+    except ConfigError as e:
+        for refusal in e.refusals:
+            errors.print(f"refused: {refusal}", highlight=False, markup=False, soft_wrap=True, style="red")
+        return EXIT_REFUSED
+    return code if isinstance(code, int) else 0
+
+
+def _sources(settings: Settings) -> list:
+    return [Dict(settings.variables, source="a STRETTO_ variable", use_commands_as_keys=False),
+            Dict(settings.file, source=settings.file_name, use_commands_as_keys=False), read_units]
+
+
+def main() -> None:
+    """Entry point of the `stretto` command."""
+    sys.exit(run_app(sys.argv[1:], dict(os.environ), Console(stderr=True)))

@@ -1,0 +1,142 @@
+"""What is found before anything is loaded: devices, memory, and the model's sizes from its files' headers.
+
+Sizes are exact for native models (the parameters are counted from the shapes in the files). Of a model that runs
+through transformers the layers are known for certain only once it is loaded: see `kv_groups`, and compare.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import AutoConfig
+
+from stretto.attn.api import LayerSpec
+from stretto.config import DeviceFacts, DrafterFacts, Facts, KVGroupFacts, ModelFacts
+from stretto.device.kv import bytes_per_token, group_layers
+from stretto.model.config import ModelConfig, architecture_of, read_config
+from stretto.model.gguf import GGUFSource, gguf_config
+from stretto.model.registry import find_builder
+from stretto.model.source import SafetensorsSource, WeightSource
+
+
+def gather_facts(path: Path, drafter: DrafterFacts | None = None) -> Facts:
+    """Facts of this machine and of the model at `path` (an HF folder or a GGUF file). Raises model.config.ConfigError
+    and model.source.WeightError for a model that cannot be served."""
+    return Facts(devices=device_facts(), model=model_facts(path), drafter=drafter)
+
+
+# ------------------------------------------------------------------------------------------------------------- devices
+def device_facts() -> tuple[DeviceFacts, ...]:
+    """The current CUDA device where there is one, then the CPU."""
+    return (*_cuda_facts(), _cpu_facts())
+
+
+def _cuda_facts() -> tuple[DeviceFacts, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    free, total = torch.cuda.mem_get_info()
+    return (DeviceFacts("cuda", torch.cuda.get_device_name(), total, free, cores=usable_cores(),
+                        bfloat16=torch.cuda.get_device_capability() >= (8, 0)),)
+
+
+def _cpu_facts() -> DeviceFacts:
+    memory = psutil.virtual_memory()
+    total, free = memory.total, memory.available
+    limit, used = _cgroup_memory()
+    if limit is not None:
+        total, free = min(total, limit), min(free, max(limit - used, 0))
+    return DeviceFacts("cpu", _cpu_name(), total, free, cores=usable_cores())
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine() or "cpu"
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cgroup_memory() -> tuple[int | None, int]:
+    """The memory limit of this container and what is used of it, in bytes; (None, 0) where there is none. Page cache
+    counts as used there, but can be given back, so it is not counted here."""
+    root = Path("/sys/fs/cgroup")
+    v2 = ("memory.max", "memory.current", "memory.stat", "inactive_file")
+    v1 = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file")
+    for limit_file, used_file, stat_file, cache in (v2, v1):
+        try:
+            limit = int((root / limit_file).read_text())
+            used = int((root / used_file).read_text())
+            stat = dict(line.split() for line in (root / stat_file).read_text().splitlines())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        return limit, max(used - int(stat.get(cache, 0)), 0)
+    return None, 0
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+def model_facts(path: Path) -> ModelFacts:
+    """Sizes of the model at `path`."""
+    if path.suffix == ".gguf":
+        return _native_facts(path, ModelConfig.from_hf(gguf_config(path)), GGUFSource(path))
+    raw, generation = read_config(path)
+    source = SafetensorsSource(path)
+    if find_builder(architecture_of(raw)) is None:
+        return _fallback_facts(path, source)
+    return _native_facts(path, ModelConfig.from_hf(raw, generation), source)
+
+
+def _native_facts(path: Path, config: ModelConfig, source: WeightSource) -> ModelFacts:
+    layers = [LayerSpec(config.n_heads, config.n_kv_heads, config.head_dim, 1.0, window) for window in config.windows]
+    return ModelFacts(
+        name=path.stem if path.suffix == ".gguf" else path.resolve().name, architecture=config.architecture,
+        n_layers=config.n_layers, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size, context=config.max_position, parameters=count_parameters(source),
+        dtype="gguf" if path.suffix == ".gguf" else config.dtype or "float32", kv_groups=kv_groups(layers))
+
+
+def _fallback_facts(path: Path, source: WeightSource) -> ModelFacts:
+    """From what transformers reads out of config.json; it gives common names to what models call differently."""
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    layers = [LayerSpec(heads, kv_heads, head_dim, 1.0, window) for window in _fallback_windows(config)]
+    return ModelFacts(
+        name=path.resolve().name, architecture=(config.architectures or [config.model_type])[0],
+        n_layers=config.num_hidden_layers, hidden_size=hidden,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden, vocab_size=config.vocab_size,
+        context=config.max_position_embeddings, parameters=count_parameters(source),
+        dtype=str(config.dtype or "float32").removeprefix("torch."), kv_groups=kv_groups(layers))
+
+
+def _fallback_windows(config) -> list[int | None]:
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return [window if kind == "sliding_attention" else None for kind in types]
+    return [window] * config.num_hidden_layers
+
+
+def kv_groups(layers: Sequence[LayerSpec]) -> tuple[KVGroupFacts, ...]:
+    """The KV groups of a model's layers, in the order of device.kv.group_layers."""
+    return tuple(KVGroupFacts(group.window, bytes_per_token(layers, group, torch.int8))
+                 for group in group_layers(layers))
+
+
+def count_parameters(source: WeightSource) -> int:
+    """Numbers in all tensors of a checkpoint, from their shapes alone."""
+    return sum(math.prod(source.shape(name)) for name in source.names())
