@@ -17,6 +17,9 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_STOP_STRINGS = 64
+_RANGES = (("temperature", 0.0, 1e6), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("repetition_penalty", 0.0, 1e6),
+           ("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0), ("top_k", -1, 2**31 - 1),
+           ("min_tokens", 0, 2**31 - 1))
 
 
 class ParameterError(ValueError):
@@ -75,9 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise ParameterError("logit_bias", f"a bias is {value}; it must lie in -100..100")
 
     def _check_ranges(self) -> None:
-        for name, low, high in (("temperature", 0, 1e6), ("top_p", 0, 1), ("min_p", 0, 1), ("repetition_penalty", 0, 1e6),
-                                ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2), ("top_k", -1, 2**31 - 1),
-                                ("min_tokens", 0, 2**31 - 1)):
+        for name, low, high in _RANGES:
             value = getattr(self, name)
             if not (math.isfinite(value) and low <= value <= high):
                 raise ParameterError(name, f"{name} is {value}; it must lie in {low}..{high:g}")

@@ -132,12 +132,12 @@ def check_request(request: Request, info: EngineInfo) -> None:
     if n == 0:
         raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
     if n >= info.max_model_len:
-        raise RequestError(f"the prompt has {n} tokens; this model's context is {info.max_model_len} tokens, of which at"
-                           f" least one must be left for the answer: shorten the prompt to {info.max_model_len - 1}",
+        raise RequestError(f"the prompt has {n} tokens; this model's context is {info.max_model_len} tokens, of which"
+                           f" at least one must be left for the answer: shorten the prompt to {info.max_model_len - 1}",
                            param="prompt", code="context_length_exceeded")
     if n + 1 > info.kv_tokens:
-        raise RequestError(f"the prompt has {n} tokens; the KV cache holds {info.kv_tokens}: shorten the prompt, or give"
-                           " the server more KV memory", param="prompt", code="context_length_exceeded")
+        raise RequestError(f"the prompt has {n} tokens; the KV cache holds {info.kv_tokens}: shorten the prompt, or"
+                           " give the server more KV memory", param="prompt", code="context_length_exceeded")
     bad = next((t for t in request.tokens if not 0 <= t < info.vocab_size), None)
     if bad is not None:
         raise RequestError(f"prompt token id {bad} is not in the vocabulary (0..{info.vocab_size - 1})", param="prompt")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -127,22 +128,25 @@ HEADER = 16
 _SEAT_WIDTH = 4 + N_INT + N_REAL  # slot, fresh, log_from, log count, columns
 
 
+Array = TypeVar("Array")  # a numpy array on the host, a tensor on a device
+
+
 @dataclass(frozen=True)
-class PackedPlan:
-    """Views into one packed plan; each field is an int32 array (or a slice of a device tensor, same layout)."""
+class PackedPlan(Generic[Array]):
+    """Views into one packed plan; each field is an int32 array."""
 
     seq: int
     draft_width: int
-    releases: np.ndarray  # [n]
-    seats: np.ndarray  # [A, _SEAT_WIDTH]
-    maps: np.ndarray  # [M, 4]
-    page_ops: np.ndarray  # [C, 4]
-    rows: np.ndarray  # [R, 3]
-    log_cells: np.ndarray  # [N, 3]: slot, position, token id
-    stops: np.ndarray  # [X, 3]: slot, index, token id
-    biases: np.ndarray  # [B, 4]: slot, index, token id, bits of the float32 bias
-    draft_heads: np.ndarray  # [D, 4]: slot, epoch, at, count
-    draft_ids: np.ndarray  # [sum of counts]
+    releases: Array  # [n]
+    seats: Array  # [A, _SEAT_WIDTH]
+    maps: Array  # [M, 4]
+    page_ops: Array  # [C, 4]
+    rows: Array  # [R, 3]
+    log_cells: Array  # [N, 3]: slot, position, token id
+    stops: Array  # [X, 3]: slot, index, token id
+    biases: Array  # [B, 4]: slot, index, token id, bits of the float32 bias
+    draft_heads: Array  # [D, 4]: slot, epoch, at, count
+    draft_ids: Array  # [sum of counts]
 
 
 _WIDTHS = (1, _SEAT_WIDTH, 4, 4, 3, 3, 3, 4, 4, 1)
@@ -189,8 +193,8 @@ def pack_plan(plan: StepPlan) -> np.ndarray:
     return np.concatenate([header, *(a.reshape(-1) for a in arrays)])
 
 
-def split_plan(header: np.ndarray, packed) -> PackedPlan:
-    """Views of a packed plan. `header` is on the host; `packed` may be a numpy array or a tensor with the same cells."""
+def split_plan(header: np.ndarray, packed: Any) -> PackedPlan[Any]:
+    """Views of a packed plan. `header` is on the host; `packed` is a numpy array or a tensor with the same cells."""
     at, views = HEADER, {}
     for name, width, count in zip(_FIELDS, _WIDTHS, header[2:].tolist()):
         view = packed[at : at + count * width]

@@ -69,10 +69,8 @@ class TorchRagged:
     def attend(self, layer: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep,
                group: int, meta: object, sinks: torch.Tensor | None = None) -> torch.Tensor:
         assert isinstance(meta, list)
-        if len(meta) == 1 and meta[0].where is None and meta[0].tokens.numel() == len(q):
-            # rows in another order than the packed tokens still need the scatter below; a lone row does not
-            if meta[0].tokens.shape[0] == 1:
-                return _attend(layer, q[None], k_cache, v_cache, meta[0], sinks)[0]
+        if len(meta) == 1 and meta[0].tokens.shape == (1, len(q)):  # a lone row needs no scatter
+            return _attend(layer, q[None], k_cache, v_cache, meta[0], sinks)[0]
         out = torch.zeros_like(q)
         for batch in meta:
             found = _attend(layer, q[batch.tokens], k_cache, v_cache, batch, sinks)
@@ -96,7 +94,7 @@ def _similar(rows: list[int], base: list[int]) -> list[list[int]]:
 
 def _mask(step: RaggedStep, index: torch.Tensor, offset: torch.Tensor, first_page: torch.Tensor, cells: int,
           window: int | None) -> torch.Tensor:
-    """[B, 1, Q, C] bool: which gathered cell each query of each row sees. A padded query sees what the last one sees."""
+    """[B, 1, Q, C] bool: which gathered cell each query of each row sees; a padded query sees what the last one does."""
     query = torch.minimum(step.base[index][:, None] + offset, step.kv_len[index][:, None] - 1)[:, :, None]
     place = (first_page[:, None] * step.page_size + torch.arange(cells, device=offset.device))[:, None, :]
     mask = place <= query
@@ -134,7 +132,8 @@ def _attend_by_hand(layer: LayerSpec, q: torch.Tensor, k: torch.Tensor, v: torch
         logits = layer.softcap * torch.tanh(logits / layer.softcap)
     mask = batch.mask
     if mask is None:
-        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril(logits.shape[-1] - logits.shape[-2])
+        queries, cells = logits.shape[-2:]
+        mask = torch.ones(queries, cells, dtype=torch.bool, device=q.device).tril(cells - queries)
     logits = logits.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         column = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)

@@ -54,7 +54,8 @@ class Runner:
         """One step. Returns the packed result, int32, on the device; nothing waits for it here."""
         on_host = split_plan(packed[:HEADER], packed)
         self._before(on_host)
-        plan = split_plan(packed[:HEADER], torch.from_numpy(packed).to(self.model.device, non_blocking=True))
+        on_device = torch.from_numpy(packed).to(self.model.device, non_blocking=True)
+        plan: PackedPlan[torch.Tensor] = split_plan(packed[:HEADER], on_device)
         self.table.apply(plan, self.kv)
         if not len(plan.rows):
             return torch.tensor(ResultLayout(0, 1, 0).header(plan.seq), dtype=torch.int32, device=self.model.device)
@@ -64,19 +65,20 @@ class Runner:
                     sizes.tokens, sizes.logits)
         return self._forward(plan, step, rows, sizes)
 
-    def _before(self, on_host: PackedPlan) -> None:
+    def _before(self, on_host: PackedPlan[np.ndarray]) -> None:
         self.features.update(on_host)
         if len(on_host.biases):
             self.table.widen_biases(int(on_host.biases[:, 1].max()) + 1)
 
-    def _sizes(self, on_host: PackedPlan, rows: list[Features]) -> Sizes:
+    def _sizes(self, on_host: PackedPlan[np.ndarray], rows: list[Features]) -> Sizes:
         caps = on_host.rows[:, 2].tolist()
         windows = [min(cap, 1 + f.speculation) for cap, f in zip(caps, rows, strict=True)]
         tokens, logits = (None, None) if self.exact else (sum(caps), sum(windows))
         return Sizes(max(windows), tokens, logits, max(f.alternatives for f in rows))
 
-    def _forward(self, plan: PackedPlan, step: RaggedStep, rows: list[Features], sizes: Sizes) -> torch.Tensor:
-        taps: dict[str, torch.Tensor] = dict.fromkeys(self.tap_names)  # type: ignore[arg-type]  # filled by the model
+    def _forward(self, plan: PackedPlan[torch.Tensor], step: RaggedStep, rows: list[Features],
+                 sizes: Sizes) -> torch.Tensor:
+        taps = dict.fromkeys(self.tap_names, step.q_len)  # names wanted; the model puts its hidden states there
         attend = StepAttention(step, self.model.layers, self.kv, self.backend)
         hidden = self.model.forward(step.ids, step.positions, attend, taps or None)
         logits = self.model.logits(hidden[step.out_tokens])
@@ -84,7 +86,7 @@ class Runner:
         sampled = sample(process(logits, where, self.table, rows), where, rows, step.out_rows)
         outcome = judge(step, sampled, self.table.ints, self.table.log, self.table.stops, sizes.width)
         new_scores = self._new_scores(logits, sampled, step, sizes)
-        prompt_scores = self._prompt_scores(hidden, step, plan, rows, max(sizes.alternatives, 0))
+        prompt_scores = self._prompt_scores(hidden, step, rows, max(sizes.alternatives, 0))
         self.table.commit(step.slots, outcome)
         offered, offer_width = self._draft(step, taps, plan.draft_width)
         return self._record(plan, step, rows, outcome, (offered, offer_width), (new_scores, prompt_scores), sizes)
@@ -113,7 +115,7 @@ class Runner:
             out = torch.where((offsets < step.n_out[:, None])[:, :, None], scores[at], out)
         return out
 
-    def _prompt_scores(self, hidden: torch.Tensor, step: RaggedStep, plan: PackedPlan, rows: list[Features],
+    def _prompt_scores(self, hidden: torch.Tensor, step: RaggedStep, rows: list[Features],
                        alternatives: int) -> torch.Tensor | None:
         """Scores of prompt tokens, [N, 2 + words]: row (-1: padding), position of the scored token, score. The logits
         exist for a slice of positions at a time, so that a long chunk does not pay for a long head."""
@@ -129,7 +131,7 @@ class Runner:
             parts.append(torch.cat([head, scores], 1))
         return torch.cat(parts) if parts else None
 
-    def _record(self, plan: PackedPlan, step: RaggedStep, rows: list[Features], outcome: Commit,
+    def _record(self, plan: PackedPlan[torch.Tensor], step: RaggedStep, rows: list[Features], outcome: Commit,
                 drafts: tuple[torch.Tensor, torch.Tensor], scores: tuple[torch.Tensor | None, torch.Tensor | None],
                 sizes: Sizes) -> torch.Tensor:
         wants = torch.tensor([f.alternatives + 1 for f in rows], dtype=torch.int32, device=step.slots.device)

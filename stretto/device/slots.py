@@ -52,7 +52,7 @@ class SlotTable:
         return self.reals[name][slots]
 
     # ------------------------------------------------------------------------------------------------- operations
-    def apply(self, plan: PackedPlan, kv: KVCache) -> None:
+    def apply(self, plan: PackedPlan[torch.Tensor], kv: KVCache) -> None:
         """Executes releases, seats, maps, page operations and host drafts, in this order. Tensors on this device."""
         if len(plan.releases):
             slots = plan.releases.long()
@@ -69,7 +69,7 @@ class SlotTable:
         if len(plan.draft_heads):
             self._host_drafts(plan)
 
-    def _seat(self, plan: PackedPlan) -> None:
+    def _seat(self, plan: PackedPlan[torch.Tensor]) -> None:
         seats = plan.seats
         slots = seats[:, 0].long()
         self.ints[:, slots] = seats[:, 4 : 4 + N_INT].T
@@ -97,14 +97,14 @@ class SlotTable:
             self.bias_ids = torch.nn.functional.pad(self.bias_ids, (0, more))
             self.bias_values = torch.nn.functional.pad(self.bias_values, (0, more))
 
-    def _page_ops(self, plan: PackedPlan, kv: KVCache) -> None:
+    def _page_ops(self, plan: PackedPlan[torch.Tensor], kv: KVCache) -> None:
         for kind, group, source, target in plan.page_ops.tolist():
             if kind == PageOp.COPY:
                 kv.copy_page(group, source, target)
             else:
                 kv.poison_page(group, target)
 
-    def _host_drafts(self, plan: PackedPlan) -> None:
+    def _host_drafts(self, plan: PackedPlan[torch.Tensor]) -> None:
         """A host proposal is late: where the ids confirmed since agree with its first ones, its rest is offered."""
         start = 0
         ids = plan.draft_ids

@@ -60,7 +60,8 @@ class ThreadDevice:
         self.runner = runner
         self.plans: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
         self.results: queue.SimpleQueue[np.ndarray | BaseException] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, args=(torch.get_num_threads(),), name="stretto-device", daemon=True)
+        threads = torch.get_num_threads()
+        self.thread = threading.Thread(target=self._run, args=(threads,), name="stretto-device", daemon=True)
         self.thread.start()
 
     def _run(self, threads: int) -> None:

@@ -43,9 +43,10 @@ class ScriptedModel:
         nothing = torch.zeros_like(v)
         seen = attend(0, nothing, nothing, v)[:, 0]  # the mean of v over positions 0..p
         total = (seen * (positions + 1)[:, None]).round()
-        hidden = torch.stack([ids.float(), total[:, 1], torch.where(total[:, 0] == 1, positions - total[:, 2], -1.0)], 1)
-        for name in taps or ():
-            taps[name] = hidden  # type: ignore[index]
+        since = torch.where(total[:, 0] == 1, positions - total[:, 2], -1.0)
+        hidden = torch.stack([ids.float(), total[:, 1], since], 1)
+        if taps is not None:
+            taps.update(dict.fromkeys(taps, hidden))
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from stretto.ragged import RaggedStep
 from stretto.wire import Goal, Int
 
 
-def row_lengths(rows: torch.Tensor, ints: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def row_lengths(rows: torch.Tensor, ints: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """rows [R, 3] int32, ints the table's columns. Returns slots int64, base, q, n_out int32, each [R]."""
     slots = rows[:, 0].long()
     column = ints[:, slots]

@@ -28,7 +28,7 @@ class FeatureMirror:
     def __init__(self) -> None:
         self.of_slot: dict[int, Features] = {}
 
-    def update(self, plan: PackedPlan) -> None:
+    def update(self, plan: PackedPlan[np.ndarray]) -> None:
         """`plan`'s arrays on the host."""
         for slot in plan.releases.tolist():
             self.of_slot.pop(slot, None)

@@ -26,7 +26,8 @@ def sampled_positions(step: RaggedStep, table: SlotTable) -> Positions:
 
 def process(logits: torch.Tensor, where: Positions, table: SlotTable, rows: Sequence[Features]) -> torch.Tensor:
     """logits [L, V] float32; returns them processed (a copy where anything changes)."""
-    biased, forbidding, penalised = (any(getattr(f, name) for f in rows) for name in ("biased", "min_tokens", "penalised"))
+    biased, forbidding = any(f.biased for f in rows), any(f.min_tokens for f in rows)
+    penalised = any(f.penalised for f in rows)
     if not (biased or forbidding or penalised):
         return logits
     logits = logits.clone()
@@ -66,7 +67,7 @@ def _sample_by_kind(logits: torch.Tensor, where: Positions, kinds: torch.Tensor)
 
 def prompt_targets(step: RaggedStep, table: SlotTable) -> tuple[torch.Tensor, torch.Tensor]:
     """For each packed token at position p: the id that follows it in the row's prompt, [T] int64, and whether its
-    logits are wanted as a prompt log-probability (p at or after SCORE_FROM, and p + 1 still in the prompt), [T] bool."""
+    logits are wanted for a prompt log-probability (p at or after SCORE_FROM, p + 1 still in the prompt), [T] bool."""
     slots = step.slots[step.rows]
     following = step.positions + 1
     real = torch.arange(len(step.positions), device=slots.device) < step.cu_q[-1]

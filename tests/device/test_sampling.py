@@ -76,7 +76,8 @@ def test_filtering_over_a_large_vocabulary_equals_sorting_all_of_it() -> None:
         got = sample_filtered(logits, where)
         for row in range(0, len(logits), 9):
             one = where.take(torch.tensor([row]))
-            p = reference(logits[row], 1.0, settings.get("TOP_K", 0), settings.get("TOP_P", 1.0), settings.get("MIN_P", 0.0))
+            top_k, top_p, min_p = (settings.get(k, d) for k, d in (("TOP_K", 0), ("TOP_P", 1.0), ("MIN_P", 0.0)))
+            p = reference(logits[row], 1.0, top_k, top_p, min_p)
             ids = torch.arange(vocab)
             keys = noise_keys(one.int(Int.SEED_LOW), one.int(Int.SEED_HIGH), one.int(Int.CHOICE), one.at)
             best = torch.where(p > 0, logits[row] + gumbel(keys, ids)[0], -math.inf).argmax()
@@ -105,8 +106,8 @@ def test_noise_is_a_function_of_its_key_alone() -> None:
 def test_noise_differs_by_seed_choice_position_and_stream() -> None:
     one = torch.ones(1, dtype=torch.int32)
     base = noise_keys(one, one, one, one)
-    others = [noise_keys(one * 2, one, one, one), noise_keys(one, one * 2, one, one), noise_keys(one, one, one * 2, one),
-              noise_keys(one, one, one, one * 2), noise_keys(one, one, one, one, stream=1)]
+    others = [noise_keys(*(one * 2 if i == at else one for i in range(4))) for at in range(4)]
+    others.append(noise_keys(one, one, one, one, stream=1))
     assert len({int(k) for k in (base, *others)}) == 6
 
 

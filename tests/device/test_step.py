@@ -95,7 +95,8 @@ def test_seeded_text_is_the_same_alone_batched_chunked_and_drafted(pair) -> None
     alone = [text(Driver(pair[0]).run([job])[0]) for job in jobs]
     whole = [job.tokens + t for job, t in zip(jobs, alone, strict=True)]
     assert len({tuple(t) for t in alone}) == len(jobs)
-    for drafter in (None, ScriptedDrafter(whole, 3, 1.0, vocab_size=VOCAB), ScriptedDrafter(whole, 5, 0.6, vocab_size=VOCAB)):
+    right, half = (ScriptedDrafter(whole, k, accuracy, vocab_size=VOCAB) for k, accuracy in ((3, 1.0), (5, 0.6)))
+    for drafter in (None, right, half):
         for chunk in (5, 1 << 30):
             driver = Driver(pair[0], drafter=drafter)
             assert [text(rows) for rows in driver.run(jobs, chunk=chunk)] == alone
