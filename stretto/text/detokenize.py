@@ -1,0 +1,148 @@
+"""From token ids to text, one id at a time, equal to decoding all of them at once.
+
+    ids        [F0 9F]  [99]  [82]  [" ok"]  end
+    feed       ""       ""    "🙂"   " ok"    flush -> ""
+
+Two ways, chosen by the tokenizer's decoder:
+
+* byte-level (GPT-2, Llama 3, Qwen...): every token is bytes, and an incremental UTF-8 decoder holds back at most the
+  three bytes of an unfinished character. Invalid bytes become U+FFFD at once, as in the whole.
+* anything else (SentencePiece with byte fallback, ...): the library decodes a window of the last token and the new
+  ones, and the new text is what the window gained. A run of byte tokens is held until it ends, because one bad byte
+  turns all of the run into U+FFFD.
+
+No torch in this module.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_MOST_HELD = 64  # tokens that may wait for an unfinished character in a decoder whose rules are not known here
+
+
+class Decoder(Protocol):
+    """Turns the ids of one answer into text."""
+
+    def feed(self, token_id: int) -> str:
+        """Text that became certain with this id; often empty or several characters. Never raises for an unknown id."""
+        ...
+
+    def flush(self) -> str:
+        """The text still held; an unfinished character becomes U+FFFD."""
+        ...
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2): printable Latin-1 bytes
+    stand for themselves, the others follow from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(0x100) if b not in set(plain)]
+    return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+class TokenBytes:
+    """The bytes of each token of a byte-level or byte-fallback vocabulary, looked up once per id."""
+
+    def __init__(self, backend: Tokenizer, kinds: frozenset[str]):
+        self._backend, self._kinds = backend, kinds
+        self._alphabet = byte_alphabet()
+        self._known: dict[int, bytes] = {}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        """b"" for an id that no token has."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._read(token_id)
+        return found
+
+    def _read(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if token is None:
+            return b""
+        if "ByteLevel" in self._kinds:
+            values = [self._alphabet.get(c, -1) for c in token]
+            return token.encode() if -1 in values else bytes(values)
+        if "ByteFallback" in self._kinds and _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+
+class ByteLevelDecoder:
+    def __init__(self, token_bytes: TokenBytes, skipped: frozenset[int]):
+        self._bytes, self._skipped = token_bytes, skipped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_id: int) -> str:
+        return "" if token_id in self._skipped else self._utf8.decode(self._bytes[token_id])
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDecoder:
+    """Decodes [context | pending]: `context` is the last token whose text is out, so that what a decoder does to the
+    first token of a text (drop its space) is not done to the ones after it."""
+
+    def __init__(self, backend: Tokenizer, kinds: frozenset[str], skipped: frozenset[int]):
+        self._backend, self._skipped = backend, skipped
+        self._byte_fallback, self._byte_level = "ByteFallback" in kinds, "ByteLevel" in kinds
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []
+
+    def feed(self, token_id: int) -> str:
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if not token or token_id in self._skipped:
+            return ""
+        self._pending.append(token_id)
+        if self._byte_fallback and _BYTE_TOKEN.fullmatch(token):
+            return ""
+        text = self._decode(self._context + self._pending)
+        if self._byte_level and text.endswith(_REPLACEMENT) and len(self._pending) < _MOST_HELD:
+            return ""
+        return self._release(text)
+
+    def flush(self) -> str:
+        return self._release(self._decode(self._context + self._pending)) if self._pending else ""
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._backend.decode(ids, skip_special_tokens=False)
+
+    def _release(self, text: str) -> str:
+        new = text[len(self._context_text) :]
+        self._context = self._pending[-1:]
+        self._context_text = self._decode(self._context)
+        self._pending = []
+        return new
+
+
+def decoder_kinds(backend: Tokenizer) -> frozenset[str]:
+    """Types of the decoder's steps, e.g. {"ByteLevel"} or {"Replace", "ByteFallback", "Fuse", "Strip"}."""
+    if backend.decoder is None:
+        return frozenset()
+    state = json.loads(backend.decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    return frozenset(step["type"] for step in steps)
+
+
+def decoder_factory(backend: Tokenizer, special: frozenset[int]) -> Callable[[bool], Decoder]:
+    """make(skip_special_tokens) -> a fresh decoder. Tables are shared by all decoders it makes."""
+    kinds = decoder_kinds(backend)
+    table = TokenBytes(backend, kinds)
+
+    def make(skip_special_tokens: bool) -> Decoder:
+        skipped = special if skip_special_tokens else frozenset()
+        if kinds == {"ByteLevel"}:
+            return ByteLevelDecoder(table, skipped)
+        return WindowDecoder(backend, kinds, skipped)
+
+    return make
