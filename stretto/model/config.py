@@ -91,13 +91,14 @@ class ModelConfig:
         n_kv_heads = _positive(name, "num_key_value_heads", get("num_key_value_heads") or n_heads)
         head_dim = _positive(name, "head_dim", get("head_dim") or sizes["hidden_size"] // n_heads)
         if n_heads % n_kv_heads:
-            raise ConfigError(f"{name}: num_attention_heads {n_heads} is no multiple of num_key_value_heads {n_kv_heads}")
+            raise ConfigError(f"{name}: num_attention_heads {n_heads} is not a multiple of num_key_value_heads "
+                              f"{n_kv_heads}")
         rope = parse_rope(config, head_dim, sizes["max_position_embeddings"])
         return cls(
             architecture=name, vocab_size=sizes["vocab_size"], hidden_size=sizes["hidden_size"],
             intermediate_size=sizes["intermediate_size"], n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads,
-            head_dim=head_dim, norm_eps=float(get("rms_norm_eps")), hidden_act=str(get("hidden_act")), rope=rope,
-            windows=_windows(name, get, n_layers), tie_embeddings=bool(get("tie_word_embeddings", False)),
+            head_dim=head_dim, norm_eps=float(get("rms_norm_eps") or 1e-6), hidden_act=str(get("hidden_act")),
+            rope=rope, windows=_windows(name, get, n_layers), tie_embeddings=bool(get("tie_word_embeddings", False)),
             attention_bias=bool(get("attention_bias", False)), mlp_bias=bool(get("mlp_bias", False)),
             max_position=_max_position(rope, sizes["max_position_embeddings"]),
             bos_token_ids=token_ids("bos_token_id", config, generation_config),
@@ -152,6 +153,14 @@ def refuse_quantization(config: Mapping[str, Any]) -> None:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
         raise ConfigError(f"quantization_config: the weights are quantised by {method!r}, which is not supported: take "
                           "the model's unquantised checkpoint, or a GGUF file of it")
+
+
+def served_positions(name: str, max_position: int, context: int | None) -> int:
+    """How many positions a model serves: `context`, or all it has. Raises ConfigError where it has fewer."""
+    if context is not None and not 1 <= context <= max_position:
+        raise ConfigError(f"{name}: a context of {context} positions was asked for; the model has {max_position}: ask "
+                          "for at most that")
+    return max_position if context is None else context
 
 
 def _positive(name: str, key: str, value: Any) -> int:

@@ -8,6 +8,7 @@ CUDA graph. The residual stream is updated in place: what must outlive a layer i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -48,8 +49,8 @@ class RMSNorm:
 class HeadNorm:
     """RMSNorm of each head of q and of k in one call: x [T, H + Hkv, D], one weight for q heads, one for k heads."""
 
-    def __init__(self, w: Weights, q_name: str, k_name: str, n_heads: int, n_kv_heads: int, head_dim: int, eps: float):
-        self._both = w.stack([(f"{q_name}.weight", head_dim), (f"{k_name}.weight", head_dim)])
+    def __init__(self, w: Weights, name: str, n_heads: int, n_kv_heads: int, head_dim: int, eps: float):
+        self._both = w.stack([(f"{name}.q_norm.weight", head_dim), (f"{name}.k_norm.weight", head_dim)])
         index = torch.tensor([0] * n_heads + [1] * n_kv_heads, device=w.device)
         w.then(lambda: self._spread(index))
         self.shape, self.eps = (head_dim,), eps
@@ -70,7 +71,7 @@ class Rotary:
 
     def __init__(self, rope: RopeConfig, head_dim: int, positions: int, device: torch.device):
         if rope.dim != head_dim:
-            raise ConfigError(f"{rope.dim} of {head_dim} features of a head are rotated; this model rotates all of them")
+            raise ConfigError(f"the config rotates {rope.dim} of {head_dim} features of a head; this model rotates all")
         self.table = rope_table(rope, positions).to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,9 +168,11 @@ def rope_attention_factor(rope: RopeConfig) -> float:
     return temperature(1.0)
 
 
-ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "gelu": F.gelu, "relu": F.relu,
-               "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-               "gelu_new": lambda x: F.gelu(x, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu, "swish": F.silu, "gelu": F.gelu, "relu": F.relu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
 class GatedMLP:

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 from stretto.model.api import CausalModel
-from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config
+from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config, served_positions
+from stretto.model.fallback import load_fallback
+from stretto.model.gguf import GGUFSource, gguf_config
 from stretto.model.registry import NATIVE, find_builder
 from stretto.model.source import SafetensorsSource, WeightSource
 from stretto.model.weights import Progress, Weights
@@ -29,13 +31,11 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, pr
     Raises ConfigError for a configuration that cannot be served and WeightError for weights that do not fit it."""
     path = Path(path)
     if path.suffix == ".gguf":
-        from stretto.model.gguf import GGUFSource, gguf_config
-
         source: WeightSource = GGUFSource(path)
         return build_model(ModelConfig.from_hf(gguf_config(path)), source, dtype, device, progress, context)
     raw, generation = read_config(path)
     if find_builder(architecture_of(raw)) is None:
-        raise ConfigError(f"{architecture_of(raw)} has no native model here; there are {', '.join(NATIVE)}")
+        return load_fallback(path, raw, generation, dtype=dtype, device=device, progress=progress, context=context)
     config = ModelConfig.from_hf(raw, generation)
     return build_model(config, SafetensorsSource(path), dtype, device, progress, context)
 
@@ -45,12 +45,9 @@ def build_model(config: ModelConfig, source: WeightSource, dtype: torch.dtype, d
     """A model of a known architecture with the weights of any source. Raises ConfigError and WeightError."""
     builder = find_builder(config.architecture)
     if builder is None:
-        raise ConfigError(f"{config.architecture} has no native model here (there are {', '.join(NATIVE)}), and only an "
-                          "HF folder can be served through transformers")
-    context = config.max_position if context is None else context
-    if not 1 <= context <= config.max_position:
-        raise ConfigError(f"a context of {context} positions was asked for; {config.architecture} has "
-                          f"{config.max_position}: ask for at most that")
+        raise ConfigError(f"{config.architecture} has no native model here (there are {', '.join(NATIVE)}), and "
+                          "only an HF folder can be served through transformers")
+    context = served_positions(config.architecture, config.max_position, context)
     weights = Weights(source, dtype, device)
     model = builder(config, weights, context)
     weights.fill(progress)

@@ -99,6 +99,10 @@ class SafetensorsSource:
     def tensor(self, name: str) -> torch.Tensor:
         return self._where[name].get_tensor(name)
 
+    def slices(self) -> dict[str, Any]:
+        """Every tensor as an unread slice, for loaders that read by themselves."""
+        return {name: file.get_slice(name) for name, file in self._where.items()}
+
 
 def _open(path: Path):
     """safe_open checks the header against the file's size, so a truncated file is found here."""

@@ -20,7 +20,7 @@ from stretto.model.source import WeightError, WeightSource
 Progress = Callable[[int, int], None]  # (elements copied, elements in all)
 
 # Buffers that old checkpoints saved beside the weights, and that are computed from the configuration.
-_COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
+COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Weights:
         """Raises WeightError that names every tensor missing, misshapen or not asked for."""
         wanted = {copy.name: copy for copy in self._copies}
         missing = sorted(wanted.keys() - self._names)
-        extra = sorted(n for n in self._names - wanted.keys() - self._ignored if not _COMPUTED.search(n))
+        extra = sorted(n for n in self._names - wanted.keys() - self._ignored if not COMPUTED.search(n))
         shapes = {n: tuple(self._source.shape(n)) for n in wanted.keys() & self._names}
         misshapen = [f"{n} is {list(shapes[n])}, the config wants {list(c.shape)}" for n, c in wanted.items()
                      if n in shapes and shapes[n] != c.shape]

@@ -39,7 +39,7 @@ class DecoderLayer:
         self.attn_norm = RMSNorm(w, f"{name}.input_layernorm", c.hidden_size, c.norm_eps)
         self.qkv = Linear(w, [(f"{attn}.q_proj", q_size), (f"{attn}.k_proj", kv_size), (f"{attn}.v_proj", kv_size)],
                           c.hidden_size, style.qkv_bias)
-        self.head_norm = (HeadNorm(w, f"{attn}.q_norm", f"{attn}.k_norm", c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps)
+        self.head_norm = (HeadNorm(w, attn, c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps)
                           if style.head_norm else None)
         self.out = Linear(w, [(f"{attn}.o_proj", c.hidden_size)], q_size, style.out_bias)
         self.mlp_norm = RMSNorm(w, f"{name}.post_attention_layernorm", c.hidden_size, c.norm_eps)
