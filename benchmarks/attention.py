@@ -1,0 +1,295 @@
+"""Times the ragged paged attention on one CUDA device, against the device's own read rate and against SDPA.
+
+    python -m benchmarks.attention --out attention.json            the configuration of the table
+    python -m benchmarks.attention --sweep --out sweep.json        every configuration of `sweep_configs`
+
+Each figure is the median of replays of a CUDA graph, in microseconds. The KV of a batch is many times the L2 cache.
+"floor" is the batch's KV bytes at the read rate measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from stretto.attn.api import LayerSpec
+from stretto.attn.tiles import KernelConfig, Tile, kernel_config
+from stretto.attn.triton_ragged import TritonRaggedBackend
+from stretto.ragged import RaggedStep
+
+LLAMA_8B = LayerSpec(n_heads=32, n_kv_heads=8, head_dim=128, scale=128**-0.5)
+PAGE = 16
+REPEATS = 20
+
+
+# ---------------------------------------------------------------------------------------------------------- batches
+@dataclass
+class Batch:
+    name: str
+    step: RaggedStep
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+    @property
+    def kv_bytes(self) -> int:
+        cells = int(self.step.kv_len.sum())
+        return 2 * cells * self.k_cache.shape[2] * self.k_cache.shape[3] * self.k_cache.element_size()
+
+
+def lengths(name: str) -> tuple[list[int], list[int]]:
+    """(q, kv) of each row. decode, verify and mixed are drawn with a fixed seed; `prompt N` is one whole prompt,
+    `decode R x N` R rows of N cells."""
+    g = torch.Generator().manual_seed(1)
+    if name == "decode":
+        return [1] * 128, torch.randint(500, 4000, (128,), generator=g).tolist()
+    if name == "verify":
+        return [5] * 64, torch.randint(500, 4000, (64,), generator=g).tolist()
+    if name == "mixed":
+        kv = torch.randint(200, 4000, (120,), generator=g).tolist()
+        return [1] * 96 + [5] * 24 + [512, 1024], [*kv, 512, 3000]
+    words = name.split()
+    if words[0] == "prompt":
+        return [int(words[1])], [int(words[1])]
+    rows, cells = int(words[1]), int(words[3])
+    return [1] * rows, [cells] * rows
+
+
+def make_batch(name: str, layer: LayerSpec, dtype: torch.dtype = torch.bfloat16) -> Batch:
+    """Random data; the pages of all rows in random order."""
+    q_len, kv_len = lengths(name)
+    g = torch.Generator().manual_seed(1)
+    pages = [-(-n // PAGE) for n in kv_len]
+    order = torch.randperm(sum(pages), generator=g).int() + 1
+    tables = torch.zeros(len(q_len), -(-max(pages) // 16) * 16, dtype=torch.int32)
+    for row, part in enumerate(order.split(pages)):
+        tables[row, : len(part)] = part
+    q, kv = torch.tensor(q_len, dtype=torch.int32), torch.tensor(kv_len, dtype=torch.int32)
+    cu_q = torch.cat([q.new_zeros(1), q.cumsum(0)]).int()
+    rows = torch.repeat_interleave(torch.arange(len(q_len)), q)
+    positions = torch.arange(len(rows)) - cu_q[rows] + (kv - q)[rows]
+    cells = tables[rows, positions // PAGE].long() * PAGE + positions % PAGE
+    none = torch.zeros(0, dtype=torch.int64)
+    n_out = torch.zeros_like(q)
+    tensors = dict(slots=torch.arange(len(q_len)).int(), q_len=q, cu_q=cu_q, base=kv - q, kv_len=kv, n_out=n_out,
+                   cu_out=torch.zeros_like(cu_q), ids=torch.zeros_like(rows), positions=positions, rows=rows,
+                   out_tokens=none, out_rows=none)
+    step = RaggedStep(**{k: v.cuda() for k, v in tensors.items()}, cells=(cells.cuda(),),
+                      page_tables=(tables.cuda(),), page_size=PAGE)
+    torch.manual_seed(1)
+    shape = (sum(pages) + 1, PAGE, layer.n_kv_heads, layer.head_dim)
+    k_cache, v_cache = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2))
+    return Batch(name, step, torch.randn(len(rows), layer.n_heads, layer.head_dim, dtype=dtype, device="cuda"),
+                 k_cache, v_cache)
+
+
+def reference(batch: Batch, layer: LayerSpec) -> torch.Tensor:
+    """Dense float32 attention, row by row. [T, H, D]"""
+    out, group = torch.empty(batch.q.shape, dtype=torch.float32, device="cuda"), layer.n_heads // layer.n_kv_heads
+    for r, (n, kv) in enumerate(zip(*lengths(batch.name), strict=True)):
+        t = torch.arange(kv, device="cuda")
+        page = batch.step.page_tables[0][r].long()[t // PAGE]
+        k, v = (c[page, t % PAGE].float().repeat_interleave(group, 1) for c in (batch.k_cache, batch.v_cache))
+        start = int(batch.step.cu_q[r])
+        for first in range(0, n, 512):  # bounds the memory of long prompts
+            q = batch.q[start + first : start + min(first + 512, n)].float()
+            s = torch.einsum("qhd,khd->hqk", q, k) * layer.scale
+            if layer.softcap is not None:
+                s = layer.softcap * torch.tanh(s / layer.softcap)
+            pos = kv - n + first + torch.arange(q.shape[0], device="cuda")[:, None]
+            hidden = (t > pos) if layer.window is None else (t > pos) | (t <= pos - layer.window)
+            out[start + first : start + first + q.shape[0]] = torch.einsum(
+                "hqk,khd->qhd", s.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------------- timing
+def graph_time(launch: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Median microseconds of one replay of a CUDA graph of `launch`."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+@triton.jit
+def _read(x, out, n, BLOCK: tl.constexpr):
+    acc = tl.zeros((BLOCK,), tl.int32)
+    for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        acc ^= tl.load(x + start + tl.arange(0, BLOCK))
+    tl.store(out + tl.program_id(0), tl.xor_sum(acc, 0))
+
+
+def read_rate() -> float:
+    """Bytes per microsecond of a read-only sweep over 4 GiB."""
+    x = torch.randint(-(2**31), 2**31 - 1, (1 << 30,), dtype=torch.int32, device="cuda")
+    programs = 8 * torch.cuda.get_device_properties(0).multi_processor_count
+    out = torch.empty(programs, dtype=torch.int32, device="cuda")
+    return max(4 * x.numel() / graph_time(lambda block=block: _read[(programs,)](x, out, x.numel(), block,
+                                                                                num_warps=8)) for block in (4096, 8192))
+
+
+def measure(batch: Batch, layer: LayerSpec, config: KernelConfig | None, ref: torch.Tensor | None) -> dict:
+    """Times of plan, of attend with its join, and of the join alone; error against the reference."""
+    backend = TritonRaggedBackend(torch.device("cuda"), batch.q.dtype, config)
+    meta = backend.metadata(batch.step, 0, layer)
+
+    def attend() -> torch.Tensor:
+        return backend.attend(layer, batch.q, batch.k_cache, batch.v_cache, batch.step, 0, meta)
+
+    out = attend()
+    result = {"batch": batch.name, "window": layer.window, "softcap": layer.softcap,
+              "config": dataclasses.asdict(meta.config), "items": meta.counts[:3].tolist()}
+    if ref is not None:
+        result["error"] = float((out.float() - ref).norm() / ref.norm())
+    result["attend_us"] = graph_time(attend)
+    result["join_us"] = graph_time(lambda: backend.launch_join(out, layer, batch.step, meta, None))
+    result["plan_us"] = graph_time(lambda: backend.metadata(batch.step, 0, layer))
+    return result
+
+
+def sdpa_times(n: int) -> dict:
+    """One whole prompt of n tokens through torch's cuDNN attention; K and V gathered from pages or already dense."""
+    batch = make_batch(f"prompt {n}", LLAMA_8B)
+    pages = batch.step.page_tables[0][0, : n // PAGE].long()
+
+    def gather() -> list[torch.Tensor]:
+        return [c[pages].view(1, n, 8, 128).transpose(1, 2) for c in (batch.k_cache, batch.v_cache)]
+
+    q, (k, v) = batch.q.view(1, n, 32, 128).transpose(1, 2), gather()
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        dense = graph_time(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+        paged = graph_time(lambda: F.scaled_dot_product_attention(q, *gather(), is_causal=True, enable_gqa=True))
+    return {"batch": f"prompt {n}", "sdpa_dense_us": dense, "sdpa_gathered_us": paged,
+            "tflops_dense": 2 * n * n * 32 * 128 / dense / 1e6}
+
+
+# ------------------------------------------------------------------------------------------------------------ sweep
+def sweep_configs() -> Iterator[KernelConfig]:
+    """Tiles, warps and programs first (each compiles), then splits (which do not)."""
+    shapes = [
+        # small keys, stages, medium keys, stages, large rows, keys, stages, warps, programs
+        (64, 3, 64, 3, 64, 64, 3, 4, 2), (64, 3, 64, 3, 64, 64, 2, 4, 2), (64, 2, 64, 2, 64, 64, 2, 4, 2),
+        (64, 3, 64, 3, 128, 32, 3, 4, 2), (64, 3, 64, 3, 128, 64, 2, 4, 2), (32, 4, 32, 4, 64, 64, 2, 4, 2),
+        (32, 6, 32, 6, 64, 64, 3, 4, 2), (32, 3, 32, 3, 64, 32, 3, 4, 3), (64, 2, 64, 2, 64, 32, 2, 4, 3),
+        (128, 3, 128, 3, 128, 128, 2, 8, 1), (128, 3, 128, 3, 128, 64, 3, 8, 1), (128, 3, 64, 6, 128, 64, 3, 8, 1),
+        (64, 6, 64, 6, 128, 64, 4, 8, 1), (128, 3, 128, 3, 64, 64, 3, 4, 1), (64, 6, 64, 6, 64, 128, 2, 4, 1),
+        (64, 3, 64, 3, 128, 64, 2, 8, 2), (64, 3, 64, 3, 64, 64, 3, 8, 2), (64, 3, 64, 3, 128, 32, 2, 8, 2),
+    ]
+    for split, (k0, s0, k1, s1, m2, k2, s2, warps, programs) in itertools.product((512, 1024, 2048), shapes):
+        yield KernelConfig(Tile(16, k0, s0), Tile(32, k1, s1), Tile(m2, k2, s2), warps, programs, split)
+    for large_programs in (0, 2):
+        yield KernelConfig(Tile(16, 64, 3), Tile(32, 64, 3), Tile(64, 64, 3), 4, 2, 512, large_programs)
+
+
+def _compile(config: KernelConfig) -> str | None:
+    """Compiles the kernels of a configuration into the cache on disk; the message where that fails."""
+    try:
+        batch = make_batch("decode 2 x 64", LLAMA_8B)
+        backend = TritonRaggedBackend(torch.device("cuda"), torch.bfloat16, config, workspace_bytes=1 << 20)
+        backend.attend(LLAMA_8B, batch.q, batch.k_cache, batch.v_cache, batch.step, 0,
+                       backend.metadata(batch.step, 0, LLAMA_8B))
+        torch.cuda.synchronize()
+    except Exception as e:  # a configuration may be too large for the device: reported, not timed
+        return f"{type(e).__name__}: {str(e)[:200]}"
+    return None
+
+
+def run_sweep(configs: list[KernelConfig], workers: int) -> list[dict]:
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        failures = pool.map(_compile, configs, chunksize=1)
+    names = ("decode", "verify", "mixed")
+    batches = [make_batch(name, LLAMA_8B) for name in names]
+    refs = [reference(b, LLAMA_8B) for b in batches]
+    results = []
+    for config, failure in zip(configs, failures, strict=True):
+        if failure is not None:
+            results.append({"config": dataclasses.asdict(config), "failed": failure})
+            print(short_name(config), failure, flush=True)
+            continue
+        rows = [measure(b, LLAMA_8B, config, ref) for b, ref in zip(batches, refs, strict=True)]
+        results += rows
+        print(short_name(config), *(f"{r['attend_us']:7.1f}" for r in rows), " join",
+              *(f"{r['join_us']:5.1f}" for r in rows), f" error {max(r['error'] for r in rows):.1e}", flush=True)
+    return results
+
+
+def short_name(config: KernelConfig) -> str:
+    tiles = " ".join(f"{t.rows}x{t.keys}/{t.stages}" for t in (config.small, config.medium, config.large))
+    return f"{tiles} w{config.warps} p{config.programs_per_sm} s{config.split_keys}"
+
+
+def run_table(config: KernelConfig | None) -> list[dict]:
+    """The configuration of the table on the three batches, with windows and soft-cap, at small batches, on prompts."""
+    window = dataclasses.replace(LLAMA_8B, window=1024)
+    softcap = dataclasses.replace(LLAMA_8B, softcap=30.0)
+    cases = [(name, LLAMA_8B) for name in ("decode", "verify", "mixed")]
+    cases += [("mixed", window), ("mixed", softcap)]
+    cases += [(f"decode {rows} x {cells}", LLAMA_8B) for rows, cells in ((1, 1024), (1, 8192), (8, 1024), (32, 4096))]
+    cases += [(f"prompt {n}", LLAMA_8B) for n in (2048, 8192, 32768)]
+    results = []
+    for name, layer in cases:
+        batch = make_batch(name, layer)
+        ref = None if name == "prompt 32768" else reference(batch, layer)
+        result = measure(batch, layer, config, ref)
+        result["kv_gb"] = batch.kv_bytes / 1e9
+        if name.startswith("prompt"):
+            result["tflops"] = 2 * batch.q.shape[0] ** 2 * 32 * 128 / result["attend_us"] / 1e6
+        results.append(result)
+        shown = {k: v if isinstance(v, str) else round(v, 5) for k, v in result.items()
+                 if k not in ("config", "items") and v is not None}
+        print(shown, flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write all figures as JSON")
+    parser.add_argument("--sweep", action="store_true", help="time the configurations of sweep_configs")
+    parser.add_argument("--sdpa", action="store_true", help="time torch's cuDNN attention on whole prompts as well")
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile (default 12)")
+    args = parser.parse_args()
+    report: dict = {"torch": torch.__version__, "triton": triton.__version__, "time": time.strftime("%Y-%m-%d")}
+    if args.sweep:
+        report["sweep"] = run_sweep(list(sweep_configs()), args.workers)
+    rate = read_rate()
+    report |= {"device": torch.cuda.get_device_name(0), "read_tb_per_s": rate / 1e6}
+    print(report["device"], f"read sweep {rate / 1e6:.3f} TB/s", flush=True)
+    report["table"] = run_table(kernel_config(128, 2, 90))
+    if args.sdpa:
+        report["sdpa"] = [sdpa_times(n) for n in (2048, 8192, 32768)]
+        for row in report["sdpa"]:
+            print({k: v if isinstance(v, str) else round(v, 1) for k, v in row.items()})
+    for result in report["table"]:
+        result["floor_us"] = result["kv_gb"] * 1e9 / rate
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
