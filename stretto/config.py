@@ -245,7 +245,7 @@ class Resolved:
     max_model_len: int
     seed: int | None
     page_size: int
-    pages: tuple[int, ...]  # per KV group, the null page not counted
+    pages: tuple[int, ...]  # per KV group, the null page included
     windows: tuple[int | None, ...]  # per KV group
     kv_tokens: int  # tokens of one sequence that the pool holds
     prefix_caching: bool
@@ -499,8 +499,8 @@ class _Resolution:
             return asked.kv_memory, ""
         if asked.kv_tokens is not None:
             page = asked.page_size or DEFAULT_PAGE_SIZE
-            pages = -(-asked.kv_tokens // page)
-            return (pages + 1) * page * self._token_bytes(dtype), f"{asked.kv_tokens} tokens"
+            pages = -(-asked.kv_tokens // page) + 1
+            return pages * page * self._token_bytes(dtype), f"{asked.kv_tokens} tokens"
         if device.kind == "cpu":
             if asked.gpu_memory_utilization is not None:
                 self._refuse(f"--gpu-memory-utilization {asked.gpu_memory_utilization:g}", "--device cpu",
@@ -526,7 +526,7 @@ class _Resolution:
         return (sum(group.values for group in self.model.kv_groups) + own) * ITEM_BYTES[dtype]
 
     def _pages(self, kv: int, dtype: str, page_size: int, seqs: int, need: int) -> tuple[tuple[int, ...], int]:
-        """Pages per group, less the null page, and the tokens of one sequence that they hold.
+        """Pages per group, null page included, and the tokens of one sequence that they hold.
 
         A window group never needs more than `seqs` windows (and as much again, so that prefixes can stay cached); what
         it leaves goes to the full groups:
@@ -537,7 +537,7 @@ class _Resolution:
         groups, item, asked = self.model.kv_groups, ITEM_BYTES[dtype], self.config.kv.kv_tokens
         if asked is not None:
             count = -(-asked // page_size)
-            return (count,) * len(groups), count * page_size
+            return (count + 1,) * len(groups), count * page_size
         own = self.facts.drafter.kv_values if self.facts.drafter else 0
         each = [group.values + (own if index == 0 else 0) for index, group in enumerate(groups)]
         equal = kv // (sum(each) * item)
@@ -546,19 +546,19 @@ class _Resolution:
         full = [index for index, group in enumerate(groups) if group.window is None]
         for index in full:
             tokens[index] += left // (sum(each[i] for i in full) * item)
-        pages = tuple(count // page_size - 1 for count in tokens)
-        if min(pages) < 1:
+        pages = tuple(count // page_size for count in tokens)
+        if min(pages) < 2:
             self._refuse(f"page size {page_size}", f"a KV cache of {gib(kv)}", "it does not hold two pages",
                          "give more --kv-memory or a smaller --page-size")
-        held = [count * page_size for count, group in zip(pages, groups) if group.window is None]
+        held = [(count - 1) * page_size for count, group in zip(pages, groups) if group.window is None]
         return pages, min(held) if held else self._window_tokens(pages, page_size, need)
 
     def _window_tokens(self, pages: tuple[int, ...], page_size: int, need: int) -> int:
         """Where every layer has a window, pages behind it are given back, so a sequence of any length runs once the
         widest window and a step fit."""
-        fits = all(count * page_size >= (group.window or 0) + need
+        fits = all((count - 1) * page_size >= (group.window or 0) + need
                    for count, group in zip(pages, self.model.kv_groups))
-        return self.model.context + need if fits else min(pages) * page_size
+        return self.model.context + need if fits else (min(pages) - 1) * page_size
 
     def _fit_context(self, context: int, room: int, page_size: int) -> int:
         asked = self.config.model.max_model_len
