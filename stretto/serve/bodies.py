@@ -1,0 +1,85 @@
+"""Reading request bodies: size limit, strict JSON, pydantic; and their place in the OpenAPI document.
+
+FastAPI's own parsing is left aside, for it accepts NaN, turns deep nesting into a 500 and reads bodies of any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel, ValidationError
+
+from stretto.serve.errors import ApiError, bad_request, from_validation
+from stretto.serve.schemas import Body
+from stretto.serve.service import Service
+
+BodyT = TypeVar("BodyT", bound=Body)
+LARGE = 64 * 1024  # bodies from this size on are parsed off the event loop
+_COMPONENT = "#/components/schemas/{model}"
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the request body is larger than {limit} bytes, which is this server's limit",
+                    code="request_too_large")
+
+
+async def read(request: Request, limit: int) -> bytes:
+    """The whole body. Raises ApiError 413 as soon as it is known to be larger than `limit` bytes."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit:
+        raise _too_large(limit)
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def parse(model: type[BodyT], raw: bytes) -> BodyT:
+    """Raises ApiError 400, naming the field where there is one."""
+    try:
+        data = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as e:
+        raise bad_request(f"the request body is not valid JSON: {e}", None, "invalid_json") from None
+    if not isinstance(data, dict):
+        raise bad_request(f"the request body must be a JSON object, not {type(data).__name__}", None, "invalid_json")
+    try:
+        return model.model_validate(data)
+    except ValidationError as e:
+        raise from_validation(e) from None
+    except RecursionError:
+        raise bad_request("the request body is nested too deeply", None, "invalid_json") from None
+
+
+async def read_body(service: Service, request: Request, model: type[BodyT]) -> BodyT:
+    raw = await read(request, service.settings.max_body_bytes)
+    return await service.in_pool(parse, model, raw) if len(raw) >= LARGE else parse(model, raw)
+
+
+def described(model: type[BaseModel]) -> dict[str, Any]:
+    """The `openapi_extra` of a route whose handler reads `model` by itself."""
+    schema = {"$ref": _COMPONENT.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def openapi_with(app: FastAPI, models: list[type[BaseModel]]) -> Callable[[], dict[str, Any]]:
+    """A replacement for `app.openapi` that also describes the models named by `described`."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            components = document.setdefault("components", {}).setdefault("schemas", {})
+            for model in models:
+                schema = model.model_json_schema(ref_template=_COMPONENT)
+                components.update(schema.pop("$defs", {}))
+                components[model.__name__] = schema
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    return openapi

@@ -1,0 +1,157 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from stretto.protocol import Output, Usage
+from stretto.serve.answers import FINGERPRINT, Wants, collect
+from stretto.serve.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
+from stretto.serve.schemas import ChatRequest
+from stretto.serve.service import Generation, Service, total_usage
+from stretto.serve.streaming import DONE, event
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class ChatMessage(msgspec.Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: dict[str, Any]
+    object: Literal["chat.completion"] = "chat.completion"
+    system_fingerprint: str = FINGERPRINT
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    system_fingerprint: str = FINGERPRINT
+    usage: dict[str, Any] | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+def _wants(generation: Generation) -> Wants:
+    assert isinstance(generation.body, ChatRequest)
+    return Wants.of(generation.body, bool(generation.body.logprobs))
+
+
+async def chat_completion(service: Service, generation: Generation) -> ChatCompletion:
+    wants = _wants(generation)
+    answers = await collect(service, generation)
+    choices = []
+    for (_, index), answer in sorted(answers.choices.items(), key=lambda item: item[0]):
+        logprobs = chat_logprobs(answer.logprobs, service.token_text, wants.ids_as_names) if wants.logprobs else None
+        choices.append(ChatChoice(index, ChatMessage("".join(answer.text)), logprobs, answer.finish_reason,
+                                  answer.stop_reason, answer.token_ids if wants.ids else UNSET))
+    out = ChatCompletion(f"chatcmpl-{generation.id}", generation.created, service.names[0], choices,
+                         total_usage(answers.usages, generation.requests))
+    if generation.body.prompt_logprobs is not None:
+        out.prompt_logprobs = prompt_logprobs(answers.prompt_logprobs.get(0, []), service.token_text)
+    if wants.ids:
+        out.prompt_token_ids = generation.requests[0].tokens
+    return out
+
+
+class _ChunkMaker:
+    def __init__(self, service: Service, generation: Generation):
+        self.service, self.generation = service, generation
+        self.wants = _wants(generation)
+        self.usages: dict[tuple[int, int], Usage] = {}
+
+    def chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
+        out = ChatChunk(f"chatcmpl-{self.generation.id}", self.generation.created, self.service.names[0], choices)
+        if self.wants.usage_always:
+            out.usage = total_usage(self.usages, self.generation.requests)
+        elif self.wants.usage_chunk:
+            out.usage = None
+        return out
+
+    def opening(self) -> bytes:
+        """One chunk per choice that says who speaks; the first also says what is known of the prompt."""
+        chunks = [self.chunk([ChunkChoice(i, Delta("assistant", ""))]) for i in range(self.generation.choices)]
+        if self.wants.ids:
+            chunks[0].prompt_token_ids = self.generation.requests[0].tokens
+        return b"".join(map(event, chunks))
+
+    def addition(self, output: Output) -> bytes:
+        """What one Output adds; nothing where the client would learn nothing."""
+        if output.usage is not None:
+            self.usages[0, output.index] = output.usage
+        choice = ChunkChoice(output.index, Delta(content=output.text), finish_reason=output.finish_reason)
+        if self.wants.logprobs and output.logprobs:
+            choice.logprobs = chat_logprobs(output.logprobs, self.service.token_text, self.wants.ids_as_names)
+        if self.wants.ids:
+            choice.token_ids = output.token_ids
+        if output.finish_reason is not None:
+            choice.stop_reason = output.stop_reason
+            if not output.text:
+                choice.delta = Delta()
+        told = output.text or output.finish_reason or choice.logprobs or (self.wants.ids and output.token_ids)
+        scored = self.generation.body.prompt_logprobs is not None and output.prompt_logprobs is not None
+        if not told and not scored:
+            return b""
+        chunk = self.chunk([choice])
+        if scored:
+            chunk.prompt_logprobs = prompt_logprobs(output.prompt_logprobs or [], self.service.token_text)
+        return event(chunk)
+
+    def ending(self) -> bytes:
+        if not self.wants.usage_chunk:
+            return DONE
+        chunk = self.chunk([])
+        chunk.usage = total_usage(self.usages, self.generation.requests)
+        return event(chunk) + DONE
+
+
+async def chat_events(service: Service, generation: Generation) -> AsyncGenerator[bytes, None]:
+    """The same answer as chat_completion, as it comes."""
+    maker, opened = _ChunkMaker(service, generation), False
+    async with contextlib.aclosing(service.outputs(generation)) as outputs:
+        async for _, output in outputs:
+            item = b"" if opened else maker.opening()
+            opened = True
+            if item := item + maker.addition(output):
+                yield item
+    yield maker.ending()

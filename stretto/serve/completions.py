@@ -1,0 +1,170 @@
+"""POST /v1/completions. The choices of prompt p are p * n .. p * n + n - 1, as in the OpenAI API.
+
+With `echo` each choice's text begins with its prompt; with `logprobs` as well, so do its lists of log-probabilities:
+then the first entry of `token_logprobs` is null.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from stretto.protocol import Output, TokenLogprob, Usage
+from stretto.serve.answers import FINGERPRINT, Wants, collect
+from stretto.serve.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, prompt_logprobs
+from stretto.serve.schemas import CompletionRequest
+from stretto.serve.service import Generation, Service, total_usage
+from stretto.serve.streaming import DONE, event
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct):
+    """The whole answer, and one chunk of a stream: they have the same shape."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: Literal["text_completion"] = "text_completion"
+    system_fingerprint: str = FINGERPRINT
+    usage: dict[str, Any] | UnsetType | None = UNSET
+
+
+class _Maker:
+    """Makes choices from outputs; remembers where each choice's text stands."""
+
+    def __init__(self, service: Service, generation: Generation, texts: list[str | None]):
+        assert isinstance(generation.body, CompletionRequest)
+        self.service, self.generation, self.body, self.texts = service, generation, generation.body, texts
+        self.wants = Wants.of(generation.body, generation.body.logprobs is not None)
+        self.echo = bool(generation.body.echo)
+        self.offsets: dict[tuple[int, int], int] = {}
+        self.usages: dict[tuple[int, int], Usage] = {}
+
+    def envelope(self, choices: list[CompletionChoice]) -> Completion:
+        return Completion(f"cmpl-{self.generation.id}", self.generation.created, self.service.names[0], choices)
+
+    def prompt_text(self, prompt: int) -> str:
+        """The prompt as it was given; of ids, what they decode to."""
+        text = self.texts[prompt]
+        if text is None or self.body.truncate_prompt_tokens:
+            skip = self.body.skip_special_tokens is not False
+            text = self.service.tokenizer.decode(self.generation.requests[prompt].tokens, skip)
+        return text
+
+    def choice(self, prompt: int, index: int, text: str, scores: list[TokenLogprob], ids: list[int],
+               prompt_scores: list[TokenLogprob] | None, first: bool) -> CompletionChoice:
+        """One choice, or what a chunk adds to it. `first`: the prompt, if wanted, comes with it."""
+        request = self.generation.requests[prompt]
+        echoed = first and self.echo
+        logprobs = None
+        if self.wants.logprobs and (scores or echoed):
+            entries = [*(prompt_scores or []), *scores] if echoed else scores
+            start = self.offsets.get((prompt, index), 0)
+            limited = _limited(entries, self.body.logprobs or 0)
+            logprobs = completion_logprobs(limited, self.service.token_text, self.wants.ids_as_names, start)
+            self.offsets[prompt, index] = start + sum(len(self.service.token_text(e.token_id)) for e in entries)
+        out = CompletionChoice(prompt * self.generation.choices + index,
+                               self.prompt_text(prompt) + text if echoed else text, logprobs, None)
+        if self.wants.ids:
+            out.token_ids = ids
+            if first:
+                out.prompt_token_ids = request.tokens
+        if first and self.body.prompt_logprobs is not None:
+            scores = _limited(prompt_scores or [], self.body.prompt_logprobs)
+            out.prompt_logprobs = prompt_logprobs(scores, self.service.token_text)
+        return out
+
+
+def _limited(entries: list[TokenLogprob], most: int) -> list[TokenLogprob]:
+    """With at most so many alternatives each; the prompt was scored for the larger of two wishes."""
+    return [e if len(e.top_ids) <= most
+            else TokenLogprob(e.token_id, e.logprob, e.top_ids[:most], e.top_logprobs[:most]) for e in entries]
+
+
+async def completion(service: Service, generation: Generation, texts: list[str | None]) -> Completion:
+    """`texts`: each prompt as text, None where it was given as ids."""
+    maker = _Maker(service, generation, texts)
+    answers = await collect(service, generation)
+    choices = []
+    for (prompt, index), answer in sorted(answers.choices.items(), key=lambda item: item[0]):
+        choice = maker.choice(prompt, index, "".join(answer.text), answer.logprobs, answer.token_ids,
+                              answers.prompt_logprobs.get(prompt), True)
+        choice.finish_reason, choice.stop_reason = answer.finish_reason, answer.stop_reason
+        choices.append(choice)
+    out = maker.envelope(choices)
+    out.usage = total_usage(answers.usages, generation.requests)
+    return out
+
+
+class _Stream:
+    """Turns outputs into chunks. A choice whose first chunk carries its prompt's scores waits until they are there:
+    they come with choice 0."""
+
+    def __init__(self, maker: _Maker):
+        self.maker, self.wants, self.body = maker, maker.wants, maker.body
+        self.scored = maker.generation.requests[0].sampling.prompt_logprobs is not None
+        self.prompt_scores: dict[int, list[TokenLogprob]] = {}
+        self.held: dict[int, list[Output]] = {}
+        self.begun: set[tuple[int, int]] = set()
+
+    def take(self, prompt: int, output: Output) -> bytes:
+        if output.prompt_logprobs is not None:
+            self.prompt_scores[prompt] = output.prompt_logprobs
+        if self.scored and prompt not in self.prompt_scores:
+            self.held.setdefault(prompt, []).append(output)
+            return b""
+        return b"".join(self.chunk(prompt, each) for each in [*self.held.pop(prompt, []), output])
+
+    def chunk(self, prompt: int, output: Output) -> bytes:
+        key = (prompt, output.index)
+        if output.usage is not None:
+            self.maker.usages[key] = output.usage
+        first = key not in self.begun
+        choice = self.maker.choice(prompt, output.index, output.text, output.logprobs or [], output.token_ids,
+                                   self.prompt_scores.get(prompt), first)
+        choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+        opening = first and (self.maker.echo or self.wants.ids or choice.prompt_logprobs is not UNSET)
+        told = choice.text or choice.finish_reason or choice.logprobs or (self.wants.ids and choice.token_ids)
+        if not (told or opening):
+            return b""
+        self.begun.add(key)
+        chunk = self.maker.envelope([choice])
+        if self.wants.usage_always:
+            chunk.usage = total_usage(self.maker.usages, self.maker.generation.requests)
+        elif self.wants.usage_chunk:
+            chunk.usage = None
+        return event(chunk)
+
+    def ending(self) -> bytes:
+        rest = b"".join(self.chunk(prompt, output) for prompt, held in self.held.items() for output in held)
+        if not self.wants.usage_chunk:
+            return rest + DONE
+        chunk = self.maker.envelope([])
+        chunk.usage = total_usage(self.maker.usages, self.maker.generation.requests)
+        return rest + event(chunk) + DONE
+
+
+async def completion_events(service: Service, generation: Generation, texts: list[str | None]
+                            ) -> AsyncGenerator[bytes, None]:
+    """The same answer as `completion`, as it comes."""
+    stream = _Stream(_Maker(service, generation, texts))
+    async with contextlib.aclosing(service.outputs(generation)) as outputs:
+        async for prompt, output in outputs:
+            if item := stream.take(prompt, output):
+                yield item
+    yield stream.ending()

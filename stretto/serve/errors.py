@@ -1,0 +1,152 @@
+"""Errors of the HTTP API, all in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+
+A handler raises ApiError before the first byte of its answer; what breaks an answer that has begun is sent as one
+`data: {"error": ...}` event by streaming.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from stretto.protocol import EngineDead, RequestError
+
+CLIENT_CLOSED = 499  # not a registered status; the de-facto one for a request that its client or an operator withdrew
+TYPES = {401: "authentication_error", 403: "permission_error", 409: "conflict_error", 429: "rate_limit_error",
+         500: "server_error", 503: "overloaded_error"}
+
+log = logging.getLogger(__name__)
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """Becomes a response. `type` follows from the status: invalid_request_error for the other 4xx."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+                 headers: dict[str, str] | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> bytes:
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, kind, self.param, self.code)))
+
+    def response(self) -> Response:
+        return Response(self.body, self.status, self.headers, media_type="application/json")
+
+
+class JSONResponse(Response):
+    """A response body that is ready JSON, or anything that msgspec encodes."""
+
+    media_type = "application/json"
+
+    def render(self, content) -> bytes:
+        return content if isinstance(content, bytes) else msgspec.json.encode(content)
+
+
+def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, reason: str) -> ApiError:
+    return bad_request(f"{param} is not supported: {reason}", param, "unsupported_parameter")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the nearest known name, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def model_not_found(name: str, served: Iterable[str]) -> ApiError:
+    served = list(served)
+    return ApiError(404, f"the model {name!r} is not served here.{did_you_mean(name, served)} Served: "
+                    f"{', '.join(served)}", param="model", code="model_not_found")
+
+
+def from_exception(error: Exception) -> ApiError:
+    """What a client is told of an exception. Client mistakes are 400; an engine that has stopped is 503."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return bad_request(str(error), error.param, error.code)
+    if isinstance(error, EngineDead):
+        return ApiError(503, f"the engine has stopped: {error}", code="engine_dead", headers={"Retry-After": "30"})
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+    log.error("unexpected error while serving a request", exc_info=error)
+    return ApiError(500, f"internal error ({type(error).__name__}); the server's log has the details",
+                    code="internal_error")
+
+
+def place(location: tuple[int | str, ...]) -> str:
+    """A pydantic location in JSON's own words: ("messages", 0, "role") is messages[0].role."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first complaint of pydantic, which names the field and what was wrong with it."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = errors[0]
+    param = place(first["loc"])
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    text = first["msg"].removeprefix("Value error, ")
+    message = f"{param}: {text}{more}" if param else f"{text}{more}"
+    return bad_request(message, param or None, "missing_required_parameter" if first["type"] == "missing" else None)
+
+
+def install(app: FastAPI) -> None:
+    """Makes every error of the app OpenAI-shaped."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        return from_exception(error).response()
+
+    async def no_route(request: Request, error: Exception) -> Response:
+        path = request.url.path
+        hint = did_you_mean(path, known_paths(app))
+        return ApiError(404, f"there is no {path}.{hint}", code="unknown_url").response()
+
+    async def wrong_method(request: Request, error: Exception) -> Response:
+        allowed = dict(getattr(error, "headers", None) or {})
+        return ApiError(405, f"{request.url.path} does not answer {request.method}; it answers "
+                        f"{allowed.get('Allow', 'another method')}", code="method_not_allowed",
+                        headers=allowed).response()
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        param = place(tuple(first["loc"][1:]))
+        return bad_request(f"{param}: {first['msg']}", param).response()
+
+    app.add_exception_handler(404, no_route)
+    app.add_exception_handler(405, wrong_method)
+    app.add_exception_handler(RequestValidationError, invalid)
+    for kind in (ApiError, RequestError, EngineDead, HTTPException, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def known_paths(app: FastAPI) -> list[str]:
+    return [path for route in app.routes if (path := getattr(route, "path", None))]

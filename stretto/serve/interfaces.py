@@ -1,0 +1,25 @@
+"""What the server needs of a tokenizer; stretto.text.tokenizer provides it, and tests bring a small one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class ServeTokenizer(Protocol):
+    """Used from several threads at once."""
+
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    chat_template: str | None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
+                            add_generation_prompt: bool = True, **kwargs: Any) -> list[int]:
+        """Token ids of the rendered conversation. Raises a ValueError with the template's own words where it refuses
+        the messages. Other keywords are variables of the template."""
+        ...

@@ -1,0 +1,161 @@
+"""/metrics: what the engine counts and what the server sees, as Prometheus text.
+
+Names of our own begin with `stretto_`; the same facts also carry vLLM's names, which gateways, autoscalers and
+dashboards look for. A custom collector reads the last snapshot of the engine, so that nothing is counted twice and
+counters can only grow.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from stretto.protocol import EngineInfo, EngineStats
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+# The engine's names (EngineStats) and vLLM's names for the same facts, with what is said about them.
+COUNTERS: Mapping[str, tuple[str, str]] = {
+    "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of admitted requests"),
+    "generation_tokens": ("vllm:generation_tokens", "Tokens delivered to clients"),
+    "prefix_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
+    "prefix_hits": ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"),
+    "retractions": ("vllm:num_preemptions", "Running requests put back to make room"),
+    "drafts": ("vllm:spec_decode_num_drafts", "Rows that verified at least one draft token"),
+    "drafted": ("vllm:spec_decode_num_draft_tokens", "Draft tokens verified"),
+    "accepted": ("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted"),
+}
+GAUGES: Mapping[str, tuple[str, str]] = {
+    "running": ("vllm:num_requests_running", "Choices in the batch"),
+    "waiting": ("vllm:num_requests_waiting", "Choices waiting for a place in the batch"),
+    "kv_usage": ("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1"),
+}
+HISTOGRAMS: Mapping[str, tuple[str, str]] = {
+    "time_to_first_token_seconds": ("vllm:time_to_first_token_seconds", "From a request's arrival to its first token"),
+    "inter_token_latency_seconds": ("vllm:inter_token_latency_seconds",
+                                    "Between two tokens of a choice; tokens of one step share the step's time"),
+    "e2e_request_latency_seconds": ("vllm:e2e_request_latency_seconds", "From a request's arrival to its end"),
+    "request_queue_time_seconds": ("vllm:request_queue_time_seconds", "From a request's arrival to its first step"),
+}
+
+
+class Histogram:
+    """Cumulative counts over fixed bounds; cheap enough for one observation per token."""
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS):
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        total, out = 0, []
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            total += count
+            out.append((bound, float(total)))
+        return out
+
+
+class ServerMetrics(Collector):
+    """Counts what the server sees; joins it with the engine's snapshot when it is scraped."""
+
+    def __init__(self, info: EngineInfo, model_name: str):
+        self._info, self._labels = info, {"model_name": model_name, "engine": "0"}
+        self._snapshot = EngineStats()
+        self._prompts, self._generated = 0, 0
+        self.histograms = {name: Histogram() for name in HISTOGRAMS}
+        self.finished: Counter[str] = Counter()  # by finish reason
+        self.aborts: Counter[str] = Counter()  # by cause
+        self.responses: Counter[tuple[str, int]] = Counter()  # (route, status)
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    # -------------------------------------------------------------------------------------------- observations
+    def count_prompt(self, tokens: int) -> None:
+        self._prompts += tokens
+
+    def count_generated(self, tokens: int) -> None:
+        self._generated += tokens
+
+    def take(self, snapshot: EngineStats) -> None:
+        """The engine's newest snapshot. Its counters replace the old ones where they have grown."""
+        old = self._snapshot.counters
+        grown = {name: max(value, old.get(name, value)) for name, value in snapshot.counters.items()}
+        self._snapshot = EngineStats(counters=old | grown, gauges=snapshot.gauges)
+        for name, values in snapshot.histograms.items():
+            histogram = self.histograms.setdefault(name, Histogram())
+            for value in values:
+                histogram.observe(value)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    # ------------------------------------------------------------------------------------------------ collector
+    def collect(self) -> Iterator[Metric]:
+        counters = {"prompt_tokens": float(self._prompts), "generation_tokens": float(self._generated),
+                    **self._snapshot.counters}
+        for name, value in counters.items():
+            vllm, text = COUNTERS.get(name, ("", f"Engine counter {name}"))
+            yield from self._both(CounterMetricFamily, name, vllm, text, value)
+        for name, value in self._snapshot.gauges.items():
+            vllm, text = GAUGES.get(name, ("", f"Engine gauge {name}"))
+            yield from self._both(GaugeMetricFamily, name, vllm, text, value)
+        for name, histogram in self.histograms.items():
+            vllm, text = HISTOGRAMS.get(name, ("", f"Engine histogram {name}"))
+            for full in filter(None, (f"stretto_{name}", vllm)):
+                family = HistogramMetricFamily(full, text, labels=list(self._labels))
+                family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
+                yield family
+        yield from self._labelled()
+        yield from self._config()
+
+    def _both(self, kind: type, name: str, vllm: str, text: str, value: float) -> Iterator[Metric]:
+        for full in filter(None, (f"stretto_{name}", vllm)):
+            family = kind(full, text, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), value)
+            yield family
+
+    def _labelled(self) -> Iterator[Metric]:
+        for full in ("stretto_request_success", "vllm:request_success"):
+            family = CounterMetricFamily(full, "Choices that ended, by reason",
+                                         labels=[*self._labels, "finished_reason"])
+            for reason in sorted({"stop", "length", "abort", "error"} | set(self.finished)):
+                family.add_metric([*self._labels.values(), reason], self.finished[reason])
+            yield family
+        family = CounterMetricFamily("stretto_aborts", "Requests withdrawn, by cause", labels=[*self._labels, "cause"])
+        for cause in ("client_disconnected", "abort_request"):
+            family.add_metric([*self._labels.values(), cause], self.aborts[cause])
+        yield family
+        family = CounterMetricFamily("stretto_http_responses", "HTTP answers, by route and status",
+                                     labels=[*self._labels, "route", "status"])
+        for (route, status), count in sorted(self.responses.items()):
+            family.add_metric([*self._labels.values(), route, str(status)], count)
+        yield family
+
+    def _config(self) -> Iterator[Metric]:
+        info, gauges = self._info, self._snapshot.gauges
+        cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=[*self._labels, "block_size",
+                                                                                    "num_gpu_blocks"])
+        page = int(gauges.get("page_size", 1)) or 1
+        cache.add_metric([*self._labels.values(), str(page), str(info.kv_tokens // page)], 1)
+        yield cache
+        own = InfoMetricFamily("stretto_config", "The engine", labels=list(self._labels))
+        own.add_metric(list(self._labels.values()), {
+            "max_model_len": str(info.max_model_len), "max_num_seqs": str(info.max_num_seqs),
+            "kv_tokens": str(info.kv_tokens), "speculation_tokens": str(info.speculation_tokens)})
+        yield own

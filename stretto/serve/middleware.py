@@ -1,0 +1,77 @@
+"""What happens around every request: its id, the API key, the count of answers. Plain ASGI, so that streams pass
+through untouched and a handler sees its client's disconnect."""
+
+from __future__ import annotations
+
+import hmac
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stretto.serve.errors import ApiError
+from stretto.serve.metrics import ServerMetrics
+
+OPEN_PATHS = frozenset(("/health", "/livez", "/readyz", "/startupz", "/ping", "/metrics"))  # probes have no keys
+MAX_ID_LENGTH = 256
+
+
+class RequestIds:
+    """X-Request-Id comes back as it came, or as a fresh one; handlers find it in `scope["state"]`."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id", "")
+        good = 0 < len(given) <= MAX_ID_LENGTH and given.isascii() and given.isprintable()
+        request_id = given if good else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class ApiKeys:
+    """Any of the keys as a bearer token; compared in constant time. Probes and metrics need none."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
+        self.app, self._keys = app, [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._allowed(Headers(scope=scope)):
+            refusal = ApiError(401, "this server needs an API key: send the header 'Authorization: Bearer KEY'",
+                               code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            return await refusal.response()(scope, receive, send)
+        await self.app(scope, receive, send)
+
+    def _allowed(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        token = given.strip().encode("latin-1", "replace")
+        matches = [hmac.compare_digest(token, key) for key in self._keys]  # all of them: the time tells nothing
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class AnswerCounts:
+    """Counts answers by route and status, for /metrics."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics):
+        self.app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "unknown")  # few values, whatever clients ask for
+                self._metrics.responses[route, message["status"]] += 1
+            await send(message)
+
+        await self.app(scope, receive, counted)

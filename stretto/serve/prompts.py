@@ -1,0 +1,116 @@
+"""From a request body to prompt token ids. Runs on the tokenizer threads, never on the event loop."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from stretto.serve.errors import bad_request, unsupported
+from stretto.serve.interfaces import ServeTokenizer
+from stretto.serve.schemas import ChatBody, ContentPart, Message
+
+CHARACTERS_PER_TOKEN = 16  # a prompt with fewer characters per token of context is always tokenised
+RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "conversation")
+
+
+class PromptReader:
+    """Checks and tokenises prompts for one model."""
+
+    def __init__(self, tokenizer: ServeTokenizer, vocab_size: int, context: int):
+        self.tokenizer, self.vocab_size, self.context = tokenizer, vocab_size, context
+        self._longest_token: int | None = None
+
+    # ---------------------------------------------------------------------------------------------------- text
+    def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
+        self._check_size(len(text), param)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def prompts(self, prompt: str | list, add_special_tokens: bool) -> list[str | list[int]]:
+        """The prompts of a completions call, texts still as texts."""
+        if isinstance(prompt, str):
+            return [prompt]
+        return [prompt] if type(prompt[0]) is int else prompt
+
+    def _check_size(self, characters: int, param: str) -> None:
+        """Refuses what cannot fit before it is tokenised, so that a huge text costs nothing."""
+        if characters <= self.context * CHARACTERS_PER_TOKEN:
+            return
+        if self._longest_token is None:
+            self._longest_token = max(len(self.tokenizer.decode([i], False)) for i in range(self.vocab_size))
+        if characters > self.context * max(self._longest_token, CHARACTERS_PER_TOKEN):
+            raise bad_request(f"the prompt has {characters} characters, far more than the {self.context} tokens of this"
+                              " model's context can hold; shorten it", param, "context_length_exceeded")
+
+    # ---------------------------------------------------------------------------------------------------- chat
+    def chat(self, body: ChatBody) -> list[int]:
+        """Token ids of the conversation, through the model's chat template."""
+        messages = [self._message(i, message) for i, message in enumerate(body.messages)]
+        self._check_size(sum(len(str(message.get("content") or "")) for message in messages), "messages")
+        continued = bool(body.continue_final_message)
+        generation = body.add_generation_prompt if body.add_generation_prompt is not None else not continued
+        if continued and generation:
+            raise bad_request("continue_final_message and add_generation_prompt exclude each other",
+                              "continue_final_message")
+        if continued and (body.messages[-1].role != "assistant" or not messages[-1].get("content")):
+            raise bad_request("continue_final_message needs a final assistant message with content",
+                              "continue_final_message")
+        options = self._template_options(body)
+        if continued:
+            options["continue_final_message"] = True
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **options)
+        except ValueError as e:
+            raise bad_request(f"the chat template refuses these messages: {e}", "messages") from e
+
+    def _template_options(self, body: ChatBody) -> dict[str, Any]:
+        options = dict(body.chat_template_kwargs or {})
+        for name in RESERVED:
+            if name in options:
+                raise bad_request(f"chat_template_kwargs may not set {name!r}; it has a field of its own",
+                                  "chat_template_kwargs")
+        if body.reasoning_effort not in (None, "none"):
+            if "reasoning_effort" not in (self.tokenizer.chat_template or ""):
+                raise unsupported("reasoning_effort", "this model's chat template does not read it")
+            options["reasoning_effort"] = body.reasoning_effort
+        return options
+
+    def _message(self, i: int, message: Message) -> dict[str, Any]:
+        fields: dict[str, Any] = {**(message.model_extra or {}), "role": message.role}
+        calls = fields.get("tool_calls") or fields.get("function_call")
+        if message.content is None and not (message.role == "assistant" and calls):
+            raise bad_request(f"messages[{i}].content is missing; only an assistant's tool calls come without",
+                              f"messages[{i}].content")
+        if isinstance(message.content, list):
+            fields["content"] = [_part(f"messages[{i}].content[{j}]", part) for j, part in enumerate(message.content)]
+        else:
+            fields["content"] = message.content
+        if message.role == "developer" and "developer" not in (self.tokenizer.chat_template or ""):
+            fields["role"] = "system"  # OpenAI's newer word for it
+        if isinstance(fields.get("tool_calls"), list):
+            fields["tool_calls"] = [_tool_call(f"messages[{i}].tool_calls[{j}]", call)
+                                    for j, call in enumerate(fields["tool_calls"])]
+        return fields
+
+
+def _part(place: str, part: ContentPart) -> dict[str, Any]:
+    if part.type != "text":
+        raise bad_request(f"{place} has the type {part.type[:64]!r}; the model reads text only", f"{place}.type",
+                          "unsupported_content")
+    if part.text is None:
+        raise bad_request(f"{place}.text is missing", f"{place}.text")
+    return {"type": "text", "text": part.text}
+
+
+def _tool_call(place: str, call: Any) -> Any:
+    """Templates print arguments as an object; the API carries them as a JSON string."""
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        raise bad_request(f"{place}.function is missing or no object", f"{place}.function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise bad_request(f"{place}.function.arguments is no JSON", f"{place}.function.arguments") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+

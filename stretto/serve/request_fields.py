@@ -1,0 +1,81 @@
+"""Which request fields this server cannot honour. The one place to change when a feature arrives.
+
+A field of REFUSED is an error unless its value asks for nothing: silence would let a client believe that its answer
+follows a schema, or comes from a tool call, when it does not. Any other field that the schemas do not know is ignored
+and named in the response header X-Stretto-Ignored, or refused as well where the server is strict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stretto.serve.errors import ApiError, did_you_mean, unsupported
+from stretto.serve.schemas import Body
+
+_GRAMMAR = "this server has no constrained decoding yet; ask for the format in the prompt"
+_TOOLS = "this server has no tool calling yet; leave it out"
+_TEXT_ONLY = "the model reads and writes text only"
+_BEAM = "only sampling is available; use n"
+_NOT_HERE = "this server has nothing that would honour it; leave it out"
+
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+                     "guided_grammar", "json_schema", "regex", "ebnf", "grammar", "structural_tag"), _GRAMMAR),
+    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), _TOOLS),
+    **dict.fromkeys(("audio", "modalities", "prompt_embeds", "mm_processor_kwargs"), _TEXT_ONLY),
+    **dict.fromkeys(("use_beam_search", "length_penalty", "beam_width", "early_stopping"), _BEAM),
+    **dict.fromkeys(("prediction", "store", "verbosity", "web_search_options", "service_tier", "documents",
+                     "bad_words", "allowed_token_ids", "logits_processors", "custom_logit_processor", "xtc_probability",
+                     "typical_p", "mirostat", "dry_multiplier", "thinking_token_budget", "lora_path", "adapter_id",
+                     "return_hidden_states", "kv_transfer_params", "vllm_xargs", "input_embeds", "suffix"), _NOT_HERE),
+    "chat_template": "templates come from the model's files, not from requests",
+    "spaces_between_special_tokens": "special tokens are joined as the tokenizer joins them",
+}
+
+_NOTHING: tuple[Any, ...] = (None, False, [], {}, "")  # values that ask for nothing, whatever the field
+ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "service_tier": ("auto", "default"),
+    "length_penalty": (1, 1.0),
+    "typical_p": (1, 1.0),
+    "spaces_between_special_tokens": (True,),
+    "parallel_tool_calls": (True,),
+    "xtc_probability": (0, 0.0),
+    "mirostat": (0,),
+    "dry_multiplier": (0, 0.0),
+}
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    return any(type(value) is type(empty) and value == empty for empty in (*_NOTHING, *ASKS_NOTHING.get(name, ())))
+
+
+def check_fields(body: Body, strict: bool) -> list[str]:
+    """Names of the fields that are ignored. Raises ApiError for a refused one, and for any unknown one if strict."""
+    extra = dict(body.model_extra or {})
+    if getattr(body, "suffix", None):
+        extra["suffix"] = body.suffix  # type: ignore[attr-defined]
+    for name, value in extra.items():
+        if name in REFUSED and not _asks_nothing(name, value):
+            raise unsupported(name, REFUSED[name])
+    unknown = [name for name in extra if name not in REFUSED and name not in ASKS_NOTHING]
+    if unknown and strict:
+        known = [*type(body).model_fields, *REFUSED]
+        raise ApiError(400, f"unknown request field {unknown[0]!r}.{did_you_mean(unknown[0], known)}", param=unknown[0],
+                       code="unknown_parameter")
+    return unknown
+
+
+def ignored_header(names: list[str]) -> dict[str, str]:
+    """X-Stretto-Ignored, safe for any name that a client may have sent."""
+    if not names:
+        return {}
+    shown = [name.encode("ascii", "backslashreplace").decode().replace("\n", "\\n").replace("\r", "\\r")[:64]
+             for name in names[:32]]
+    safe = ["".join(c if c.isprintable() and c != "," else "?" for c in name) for name in shown]
+    return {"X-Stretto-Ignored": ",".join(safe)}

@@ -1,0 +1,103 @@
+"""From a request body to SamplingParams: the request's own value, else the model's default, else OpenAI's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from stretto.params import SamplingParams
+from stretto.protocol import RequestError
+from stretto.serve.errors import ApiError, bad_request
+from stretto.serve.schemas import ChatRequest, CompletionRequest, GenerationBody
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; chat has none
+_SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+              "min_tokens", "n", "seed", "ignore_eos", "skip_special_tokens", "prompt_logprobs")
+
+
+def asked_max_tokens(body: GenerationBody) -> tuple[int | None, str]:
+    """The explicit limit, if any, and the field that holds it."""
+    newer = getattr(body, "max_completion_tokens", None)
+    if newer is None:
+        return body.max_tokens, "max_tokens"
+    if body.max_tokens is not None and body.max_tokens != newer:
+        raise bad_request(f"max_tokens is {body.max_tokens} and max_completion_tokens is {newer}; give one of them",
+                          "max_tokens")
+    return newer, "max_completion_tokens"
+
+
+def asked_logprobs(body: GenerationBody) -> int | None:
+    """Alternatives per generated token; None: no log-probabilities."""
+    if isinstance(body, ChatRequest):
+        if body.top_logprobs is not None and not body.logprobs:
+            if body.top_logprobs == 0:
+                return None
+            raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+        return (body.top_logprobs or 0) if body.logprobs else None
+    return body.logprobs if isinstance(body, CompletionRequest) else None
+
+
+def _biases(body: GenerationBody) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in (body.logit_bias or {}).items()}
+    except ValueError:
+        bad = next(token for token in body.logit_bias or {} if not token.lstrip("-").isdecimal())
+        raise bad_request(f"logit_bias has the key {bad[:64]!r}; keys are token ids", "logit_bias") from None
+
+
+def _prompt_logprobs(body: GenerationBody) -> int | None:
+    if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
+        return max(body.logprobs, body.prompt_logprobs or 0)
+    return body.prompt_logprobs
+
+
+def to_sampling(body: GenerationBody, defaults: Mapping[str, float | int]) -> SamplingParams:
+    """What the body asks of the sampler; max_tokens as asked, without regard to the prompt (see fit_max_tokens)."""
+    if isinstance(body, CompletionRequest):
+        defaults = {"max_tokens": COMPLETION_MAX_TOKENS, **defaults}
+    fields: dict[str, Any] = dict(defaults)
+    for name in _SAME_NAME:
+        value = getattr(body, name)
+        if value is not None:
+            fields[name] = value
+    limit, _ = asked_max_tokens(body)
+    if limit is not None:
+        fields["max_tokens"] = limit
+    fields["prompt_logprobs"] = _prompt_logprobs(body)
+    return SamplingParams(
+        **fields, logprobs=asked_logprobs(body), logit_bias=_biases(body), stop=tuple(body.stop or ()),
+        stop_token_ids=tuple(body.stop_token_ids or ()), include_stop=bool(body.include_stop_str_in_output),
+        speculation=body.speculation.tokens if body.speculation is not None else None)
+
+
+def fit_max_tokens(sampling: SamplingParams, body: GenerationBody, prompt_tokens: int, context: int) -> SamplingParams:
+    """The rule for answers that are longer than the room: an explicit max_tokens is refused with all the numbers, as in
+    the OpenAI API; a default is cut to the room. Nothing is reserved in advance either way."""
+    explicit, param = asked_max_tokens(body)
+    room = context - prompt_tokens
+    if explicit is not None and explicit > room > 0:
+        raise bad_request(
+            f"this model's context is {context} tokens; the request asks for {prompt_tokens + explicit}:"
+            f" {prompt_tokens} of the prompt and {explicit} of {param}. Shorten the prompt, or ask for at most {room}",
+            param, "context_length_exceeded")
+    if explicit is None and sampling.max_tokens is not None and sampling.max_tokens > room > 0:
+        return msgspec.structs.replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+    return sampling
+
+
+def in_request_words(error: RequestError, body: GenerationBody) -> ApiError:
+    """The engine names SamplingParams' fields; the client is told its own field's name."""
+    names = {"include_stop": "include_stop_str_in_output", "max_tokens": asked_max_tokens(body)[1]}
+    if isinstance(body, ChatRequest):
+        names["logprobs"] = "top_logprobs"
+        names["prompt"] = "messages"
+    elif isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
+        names["prompt_logprobs"] = "logprobs"
+    param, message = error.param, str(error)
+    if param in names:
+        if param != "prompt":  # there the word is meant as a word
+            message = message.replace(param, names[param], 1)
+        param = names[param]
+    return bad_request(message, param, error.code)

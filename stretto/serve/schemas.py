@@ -1,0 +1,194 @@
+"""Request bodies of the HTTP API as pydantic models. A field may be null everywhere: it then has its default.
+
+Types are strict ("5" is no number), except that 5.0 is the integer 5, as in JSON Schema. Fields that are not declared
+here stay in `model_extra`: request_fields.py says which of them are refused by name and which are only ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
+
+LARGEST_INT = 2**63 - 1  # what travels to the engine
+
+
+def _integral(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _prompt(value: Any) -> Any:
+    """A string, a list of strings, token ids, or a list of lists of token ids; never mixed."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+    if not value:
+        raise ValueError("the list is empty; give at least one prompt")
+    kinds = {type(item) for item in value}
+    if kinds == {str} or kinds == {int}:
+        return value
+    if kinds == {list}:
+        for i, item in enumerate(value):
+            if any(type(token) is not int for token in item):
+                raise ValueError(f"prompt {i} is a list that holds something else than token ids")
+        return value
+    raise ValueError("a list must hold only strings, only token ids, or only lists of token ids")
+
+
+def _stop(value: Any) -> Any:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return value
+    if isinstance(value, str):
+        return [value]
+    if value is None:
+        return None
+    raise ValueError("must be a string or a list of strings")
+
+
+def _ids(value: Any) -> Any:
+    if value is not None and (not isinstance(value, list) or any(type(token) is not int for token in value)):
+        raise ValueError("must be a list of token ids")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_integral), Field(ge=-(2**63), le=LARGEST_INT)]
+Seed = Annotated[int, BeforeValidator(_integral), Field(ge=-(2**63), le=2**64 - 1)]
+_IDS: dict = {"type": "array", "items": {"type": "integer"}}
+_STRINGS: dict = {"type": "array", "items": {"type": "string"}}
+Prompt = Annotated[Any, BeforeValidator(_prompt),
+                   WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, _IDS, {"type": "array", "items": _IDS}]})]
+Stop = Annotated[Any, BeforeValidator(_stop),
+                 WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]})]
+TokenIds = Annotated[Any, BeforeValidator(_ids), WithJsonSchema({"anyOf": [_IDS, {"type": "null"}]})]
+
+
+class Body(BaseModel):
+    """Unknown fields are kept in model_extra."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Speculation(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    tokens: Annotated[Integer, Field(ge=0, description="most drafts per step for this request; 0: none")]
+
+
+class GenerationBody(Body):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Integer | None = None
+    n: Integer | None = None
+    seed: Seed | None = None
+    stop: Stop = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Integer | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: Integer | None = None
+    stop_token_ids: TokenIds = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Integer | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    request_id: str | None = None
+    speculation: Speculation | None = None
+    user: Any = None  # these four identify and describe; they ask for nothing
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        if value is not None and not isinstance(value, (str, list)):
+            raise ValueError("must be a string or a list of content parts")
+        return value
+
+
+class ChatBody(Body):
+    """What is rendered through the chat template; /tokenize takes it as well."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class ChatRequest(GenerationBody, ChatBody):
+    """POST /v1/chat/completions"""
+
+    max_completion_tokens: Integer | None = None
+    logprobs: bool | None = None
+    top_logprobs: Integer | None = None
+
+
+class CompletionRequest(GenerationBody):
+    """POST /v1/completions"""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: Integer | None = None
+    best_of: Integer | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a prompt, or messages as in a chat request."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: Annotated[Any, BeforeValidator(_ids), WithJsonSchema(_IDS)]
+
+
+class AbortBody(Body):
+    """POST /abort_request: one request by id, or all of them."""
+
+    rid: str | None = None
+    request_id: str | None = None
+    abort_all: bool | None = None

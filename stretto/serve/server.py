@@ -1,0 +1,214 @@
+"""`run_server`: the whole life of a server process, from the first bind to the exit code.
+
+    bind port | start engine process, load tokenizer   | serve ............... | drain          | close engine | exit
+    probes:     /livez 200, /readyz 503 "starting"       all 200                 /readyz 503
+    requests:   503 with Retry-After                     answered                new ones 503
+
+The first SIGTERM or Ctrl-C drains: requests in flight get `drain_timeout` seconds. A second one, or the end of that
+time, aborts them. An engine that dies takes the server with it, exit code 1, after its clients were told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from stretto.engine.client import EngineClient
+from stretto.engine.loop import CoreFactory
+from stretto.protocol import EngineDead, EngineInfo
+from stretto.serve.app import build_app
+from stretto.serve.errors import ApiError, JSONResponse
+from stretto.serve.interfaces import ServeTokenizer
+from stretto.serve.service import Service
+from stretto.serve.settings import ServeSettings
+
+LAST_ANSWERS_SECONDS = 5.0  # for clients of a dead engine, or of an aborted request, to get their error
+KEEP_ALIVE_SECONDS = 75  # longer than the usual 60 s of a proxy, so that the proxy closes first
+
+log = logging.getLogger(__name__)
+TokenizerFactory = Callable[[], ServeTokenizer]
+OnReady = Callable[[EngineInfo, str], None]
+
+
+class StartGate:
+    """Stands for the app while the engine starts: it is alive, not ready, and says what it is doing."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp | None = None
+        self.progress = "starting"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        elif scope["path"] == "/livez":
+            await JSONResponse({"status": "starting"})(scope, receive, send)
+        else:
+            refusal = ApiError(503, f"the server is starting: {self.progress}", code="starting",
+                               headers={"Retry-After": "5"})
+            await refusal.response()(scope, receive, send)
+
+    def note(self, progress: str) -> None:
+        self.progress = progress
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to run_server."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Stops:
+    """Counts SIGTERM and SIGINT."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+
+    def listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+
+    def _stop(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening address, taken before anything slow starts. Raises OSError that names it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as e:
+        sock.close()
+        raise OSError(e.errno, f"cannot listen on {host}:{port}: {e.strerror}; choose another --host or --port") from e
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _allow_many_connections() -> None:
+    """A thousand clients need more descriptors than the usual soft limit; the hard limit is the operator's word."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class _Server:
+    """One run. Every await of `run` is bounded by a signal, a timeout, or the engine's death."""
+
+    def __init__(self, engine_factory: CoreFactory, tokenizer_factory: TokenizerFactory, settings: ServeSettings,
+                 on_ready: OnReady | None):
+        self.engine_factory, self.tokenizer_factory = engine_factory, tokenizer_factory
+        self.settings, self.on_ready = settings, on_ready
+        self.gate, self.stops = StartGate(), _Stops()
+
+    async def run(self, sock: socket.socket) -> int:
+        settings = self.settings
+        self.stops.listen()
+        server = _Uvicorn(uvicorn.Config(
+            self.gate, http="httptools", ws="none", lifespan="off", log_level=settings.log_level, server_header=False,
+            access_log=settings.access_log, timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=int(LAST_ANSWERS_SECONDS)))
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        try:
+            return await self._run_engine(url_of(sock))
+        finally:
+            server.should_exit = True
+            await serving
+
+    async def _run_engine(self, url: str) -> int:
+        starting = asyncio.create_task(self._start())
+        stop = asyncio.create_task(self.stops.first.wait())
+        await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()  # ends the engine process
+            await asyncio.gather(starting, return_exceptions=True)
+            log.info("stopped while starting")
+            return 0
+        try:
+            engine, tokenizer = starting.result()
+        except EngineDead as e:
+            log.error("the engine could not start: %s", e)
+            return 1
+        app = build_app(engine, tokenizer, self.settings)
+        self.gate.app = app
+        if self.on_ready is not None:
+            self.on_ready(engine.info, url)
+        log.info("ready on %s", url)
+        try:
+            return await self._serve(engine, app.state.service)
+        finally:
+            await engine.close()
+            app.state.service.close()
+
+    async def _start(self) -> tuple[EngineClient, ServeTokenizer]:
+        settings = self.settings
+        loading = asyncio.create_task(asyncio.to_thread(self.tokenizer_factory))
+        engine = await EngineClient.start(
+            self.engine_factory, stall_timeout=settings.stall_timeout, start_timeout=settings.start_timeout,
+            on_progress=self.gate.note, log_level=logging.getLevelName(settings.log_level.upper()))
+        try:
+            return engine, await loading
+        except BaseException:
+            await engine.close()
+            raise
+
+    async def _serve(self, engine: EngineClient, service: Service) -> int:
+        stop, dead = asyncio.create_task(self.stops.first.wait()), asyncio.create_task(engine.dead())
+        await asyncio.wait((stop, dead), return_when=asyncio.FIRST_COMPLETED)
+        service.draining = True
+        if dead.done():
+            log.error("the engine has died: %s", dead.result())
+            await self._until_idle(service, LAST_ANSWERS_SECONDS)
+            return 1
+        log.info("draining: %d requests in flight", service.live_calls)
+        await self._until_idle(service, self.settings.drain_timeout)
+        died = dead.done()
+        dead.cancel()
+        if service.live_calls and not died:
+            log.warning("aborting %d requests that did not finish in time", service.live_calls)
+            with contextlib.suppress(TimeoutError, EngineDead):
+                await asyncio.wait_for(service.abort_all(), LAST_ANSWERS_SECONDS)
+        return 1 if died else 0
+
+    async def _until_idle(self, service: Service, timeout: float) -> None:
+        """Until no call is live, time is up, or the second signal comes."""
+        ends = asyncio.get_running_loop().time() + timeout
+        while service.live_calls and not self.stops.second.is_set():
+            left = ends - asyncio.get_running_loop().time()
+            if left <= 0:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.stops.second.wait(), min(left, 0.05))
+
+
+def run_server(engine_factory: CoreFactory, tokenizer_factory: TokenizerFactory, settings: ServeSettings,
+               on_ready: OnReady | None = None) -> int:
+    """Serves until SIGTERM, Ctrl-C or the engine's death. Blocks; call it on the main thread.
+
+    Args:
+        engine_factory: makes the EngineCore, in a process of its own; picklable.
+        tokenizer_factory: makes the tokenizer, in this process.
+        on_ready: called once with the engine's info and the server's URL.
+    Returns the exit code: 0 after a stop that was asked for, 1 when the engine failed.
+    Raises OSError when the address is taken."""
+    sock = bind(settings.host, settings.port)
+    _allow_many_connections()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Server(engine_factory, tokenizer_factory, settings, on_ready).run(sock))

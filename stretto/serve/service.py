@@ -1,0 +1,274 @@
+"""What every route shares: the engine, the prompt reader, who is live, and one way to run a generation.
+
+    body -> Generation (one engine request per prompt) -> merged outputs -> chat.py / completions.py -> client
+
+Closing the merged iterator, for whatever reason, aborts what still runs: a client that goes away frees everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from stretto.protocol import AsyncEngine, EngineDead, EngineInfo, Output, Request, RequestError, Usage
+from stretto.serve.errors import CLIENT_CLOSED, ApiError, bad_request, did_you_mean, model_not_found
+from stretto.serve.interfaces import ServeTokenizer
+from stretto.serve.metrics import ServerMetrics
+from stretto.serve.prompts import PromptReader
+from stretto.serve.sampling import fit_max_tokens, in_request_words, to_sampling
+from stretto.serve.schemas import GenerationBody
+from stretto.serve.settings import ServeSettings
+
+T = TypeVar("T")
+MAX_ID_LENGTH = 256
+STATS_TIMEOUT = 5.0  # a scrape of a busy engine waits so long for fresh numbers
+
+
+@dataclass
+class Generation:
+    """One API call: its engine requests, in prompt order."""
+
+    id: str
+    body: GenerationBody
+    requests: list[Request]
+    ignored: list[str]
+    created: int = field(default_factory=lambda: int(time.time()))
+    aborted: bool = False
+
+    @property
+    def choices(self) -> int:
+        """Per prompt."""
+        return self.requests[0].sampling.n
+
+
+class Service:
+    """Made once per app; every method runs on the event loop."""
+
+    def __init__(self, engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSettings):
+        self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
+        self.info: EngineInfo = engine.info
+        self.names = settings.served_model_names or (self.info.model_name,)
+        self.reader = PromptReader(tokenizer, self.info.vocab_size, self.info.max_model_len)
+        self.metrics = ServerMetrics(self.info, self.names[0])
+        self.started = int(time.time())
+        self.draining = False
+        self._live: dict[str, Generation] = {}
+        self._live_requests = 0
+        self._pool = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
+        self._stats_lock = asyncio.Lock()
+        self.token_text = functools.lru_cache(maxsize=65536)(self._token_text)
+
+    # ------------------------------------------------------------------------------------------------- helpers
+    async def in_pool(self, work: Callable[..., T], *args) -> T:
+        """Runs CPU work off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    def _token_text(self, token: int) -> str:
+        return self.tokenizer.decode([token], False)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise model_not_found(name, self.names)
+
+    def check_open(self) -> None:
+        if self.draining:
+            raise ApiError(503, "the server is shutting down and takes no new requests", code="draining",
+                           headers={"Retry-After": "10"})
+
+    @property
+    def live_calls(self) -> int:
+        return len(self._live)
+
+    async def refresh_stats(self) -> None:
+        """Brings the engine's numbers into metrics; keeps the old ones where the engine does not answer in time."""
+        async with self._stats_lock:
+            with contextlib.suppress(TimeoutError, EngineDead):
+                self.metrics.take(await asyncio.wait_for(self.engine.stats(), STATS_TIMEOUT))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------------------------------------ a call begins
+    def choose_id(self, body: GenerationBody, header: str | None) -> str:
+        """The body's request_id, which must be free; else X-Request-Id, made unique; else a fresh one."""
+        if body.request_id is not None:
+            _check_id(body.request_id, "request_id")
+            if body.request_id in self._live:
+                raise _duplicate(body.request_id)
+            return body.request_id
+        fresh = uuid.uuid4().hex
+        if header is None:
+            return fresh
+        return header if header not in self._live else f"{header}-{fresh[:8]}"
+
+    def make_requests(self, id: str, body: GenerationBody, prompts: list[list[int]], arrival: float) -> list[Request]:
+        """One engine request per prompt. Raises ApiError for what can be refused without the engine."""
+        sampling = to_sampling(body, self.settings.default_sampling)
+        total = len(prompts) * max(sampling.n, 1)
+        if total > self.settings.max_choices:
+            raise bad_request(f"n times the number of prompts is {total}; the limit is {self.settings.max_choices}",
+                              "n")
+        keep = body.truncate_prompt_tokens
+        requests = []
+        for i, prompt in enumerate(prompts):
+            tokens = prompt[-keep:] if keep else prompt
+            fitted = fit_max_tokens(sampling, body, len(tokens), self.info.max_model_len)
+            requests.append(Request(rid=id if len(prompts) == 1 else f"{id}-{i}", tokens=tokens, sampling=fitted,
+                                    priority=body.priority or 0, cache_salt=body.cache_salt or "", arrival=arrival))
+        return requests
+
+    @contextlib.contextmanager
+    def registered(self, generation: Generation):
+        """While it is open, the call counts as live and can be found by its id."""
+        self.check_open()
+        count = len(generation.requests)
+        if self._live_requests + count > self.settings.max_live_requests:
+            raise ApiError(429, f"{self._live_requests} requests are running or waiting; the limit is"
+                           f" {self.settings.max_live_requests}", code="queue_full", headers={"Retry-After": "1"})
+        if generation.id in self._live:
+            raise _duplicate(generation.id)
+        self._live[generation.id] = generation
+        self._live_requests += count
+        try:
+            yield
+        finally:
+            self._live_requests -= count
+            self._forget(generation)
+
+    def _forget(self, generation: Generation) -> None:
+        if self._live.get(generation.id) is generation:
+            del self._live[generation.id]
+
+    # ------------------------------------------------------------------------------------------------- running
+    async def outputs(self, generation: Generation) -> AsyncGenerator[tuple[int, Output], None]:
+        """(prompt index, Output) of every choice as they come. Raises ApiError for whatever goes wrong."""
+        clock = _Clock(self.metrics, generation)
+        try:
+            with self.registered(generation):
+                streams = [self.engine.generate(request) for request in generation.requests]
+                async with contextlib.aclosing(_merge(streams)) as merged:
+                    async for index, output in merged:
+                        clock.note(index, output)
+                        _raise_failure(output)
+                        yield index, output
+        except RequestError as e:
+            raise in_request_words(e, generation.body) from e
+        finally:
+            clock.end()
+
+    async def abort(self, id: str) -> bool:
+        """Withdraws a live call; its client gets an error. Returns once the engine has released it; its id is free."""
+        generation = self._live.get(id)
+        if generation is None:
+            return False
+        results = await asyncio.gather(*(self.engine.abort(request.rid) for request in generation.requests))
+        self._forget(generation)
+        self.metrics.aborts["abort_request"] += any(results)
+        return any(results)
+
+    async def abort_all(self) -> list[str]:
+        ids = list(self._live)
+        done = await asyncio.gather(*(self.abort(id) for id in ids))
+        return [id for id, live in zip(ids, done, strict=True) if live]
+
+    def find_hint(self, id: str) -> str:
+        return did_you_mean(id, self._live)
+
+
+def _duplicate(id: str) -> ApiError:
+    return bad_request(f"a request with the id {id!r} is still running; take another id, or wait for it", "request_id",
+                       "duplicate_request_id")
+
+
+def _check_id(id: str, param: str) -> None:
+    if not 0 < len(id) <= MAX_ID_LENGTH or not id.isascii() or not id.isprintable():
+        raise bad_request(f"{param} must have 1 to {MAX_ID_LENGTH} printable ASCII characters", param)
+
+
+def _raise_failure(output: Output) -> None:
+    if output.finish_reason == "error":
+        raise ApiError(500, f"the engine failed on this request: {output.error}", code="engine_error")
+    if output.finish_reason == "abort":
+        raise ApiError(CLIENT_CLOSED, "the request was aborted", code="request_aborted")
+
+
+async def _merge(streams: list[AsyncIterator[Output]]) -> AsyncGenerator[tuple[int, Output], None]:
+    """Outputs of several requests as they come; of one request without any detour. Closes every stream at its end."""
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as stream:  # type: ignore[type-var]
+            async for output in stream:
+                yield 0, output
+        return
+    waiting = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                i = waiting.pop(task)
+                if isinstance(task.exception(), StopAsyncIteration):
+                    continue
+                output = task.result()
+                waiting[asyncio.ensure_future(anext(streams[i]))] = i
+                yield i, output
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()  # type: ignore[attr-defined]
+
+
+class _Clock:
+    """Feeds the latency histograms and counters from one call's outputs."""
+
+    def __init__(self, metrics: ServerMetrics, generation: Generation):
+        self._metrics = metrics
+        self._arrival = generation.requests[0].arrival
+        self._last: dict[tuple[int, int], float] = {}
+        self._unfinished = len(generation.requests) * generation.choices
+        self._seen_prompts: set[int] = set()
+        self._requests = generation.requests
+
+    def note(self, prompt: int, output: Output) -> None:
+        now, key, tokens = time.monotonic(), (prompt, output.index), len(output.token_ids)
+        if prompt not in self._seen_prompts:
+            self._seen_prompts.add(prompt)
+            self._metrics.count_prompt(len(self._requests[prompt].tokens))
+        if tokens:
+            self._metrics.count_generated(tokens)
+            if key not in self._last:
+                self._metrics.histograms["time_to_first_token_seconds"].observe(now - self._arrival)
+            else:
+                gap = (now - self._last[key]) / tokens
+                self._metrics.histograms["inter_token_latency_seconds"].observe(gap, tokens)
+            self._last[key] = now
+        if output.finish_reason is not None:
+            self._metrics.finished[output.finish_reason] += 1
+            self._unfinished -= 1
+
+    def end(self) -> None:
+        if self._unfinished == 0:
+            self._metrics.histograms["e2e_request_latency_seconds"].observe(time.monotonic() - self._arrival)
+
+
+def total_usage(last: dict[tuple[int, int], Usage], requests: list[Request]) -> dict:
+    """OpenAI's usage object over all choices, with what speculation did. Prompts count once, whatever n is; what the
+    prefix cache held is that of each prompt's first choice, since the others share its prompt."""
+    prompt_tokens = sum(len(request.tokens) for request in requests)
+    completion = sum(usage.completion_tokens for usage in last.values())
+    cached = sum(min(usage.cached_tokens, len(requests[prompt].tokens))
+                 for (prompt, index), usage in last.items() if index == 0)
+    return {
+        "prompt_tokens": prompt_tokens, "completion_tokens": completion, "total_tokens": prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "speculation": {"drafted_tokens": sum(usage.drafted_tokens for usage in last.values()),
+                        "accepted_tokens": sum(usage.accepted_tokens for usage in last.values()),
+                        "steps": sum(usage.steps for usage in last.values())},
+    }

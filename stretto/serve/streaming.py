@@ -1,0 +1,116 @@
+"""Server-sent events, and watching for clients that go away.
+
+    no byte is sent before the first event is there, so that whatever is refused is a plain HTTP error; a stream that
+    stays silent for a ping interval is opened with a comment, and kept open by more of them
+    a failure after that is one `data: {"error": ...}`, and the stream ends without [DONE]
+    a client that closes its connection ends the events at once, also while nothing is being sent
+
+A client that reads slowly holds up its own events only: sending waits, and what the engine delivers meanwhile is
+joined in the request's mailbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from stretto.serve.errors import from_exception
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+_encoder = msgspec.json.Encoder()
+
+
+class ClientGone(Exception):
+    """The client has closed its connection; nobody will read an answer."""
+
+
+def event(payload: msgspec.Struct) -> bytes:
+    return b"data: " + _encoder.encode(payload) + b"\n\n"
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled, and ClientGone raised, when the client goes away first."""
+    task, watcher = asyncio.create_task(work), asyncio.create_task(disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        await _cancel(task, watcher)
+
+
+async def _cancel(*tasks: asyncio.Task) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Sends what `events` yields; each item is one or more whole events."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], ping_interval: float, headers: dict[str, str],
+                 on_gone: Callable[[], None]):
+        super().__init__(headers=HEADERS | headers)
+        del self.headers["content-length"]
+        self._events, self._ping_interval, self._on_gone = events, ping_interval, on_gone
+        self._opened = False
+        self._last_sent = 0.0
+        self._lock = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = asyncio.create_task(self._send_all(send))
+        watcher = asyncio.create_task(disconnected(receive))
+        pinger = asyncio.create_task(self._ping(send))
+        try:
+            await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if sender.done():
+                sender.result()
+            else:
+                self._on_gone()
+        finally:
+            await _cancel(sender, watcher, pinger)
+
+    async def _send_all(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            try:
+                async for item in events:
+                    await self._write(send, item)
+            except Exception as e:
+                if not self._opened:
+                    raise
+                await self._write(send, b"data: " + from_exception(e).body + b"\n\n")
+        await self._write(send, b"", more=False)
+
+    async def _ping(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        self._last_sent = loop.time()
+        while True:
+            await asyncio.sleep(self._last_sent + self._ping_interval - loop.time())
+            if loop.time() - self._last_sent >= self._ping_interval:
+                await self._write(send, PING)
+
+    async def _write(self, send: Send, body: bytes, more: bool = True) -> None:
+        async with self._lock:
+            if not self._opened:
+                self._opened = True
+                start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                await send(start)
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+            self._last_sent = asyncio.get_running_loop().time()
