@@ -21,7 +21,7 @@ from gguf import dequantize
 
 from stretto.model.config import ConfigError
 from stretto.model.source import WeightError
-from stretto.text.gguf_file import GGUFFile
+from stretto.text.gguf_file import GGUFError, GGUFFile
 from stretto.text.gguf_vocab import special_ids
 
 log = logging.getLogger(__name__)
@@ -66,8 +66,9 @@ class GGUFSource:
     """
 
     def __init__(self, path: str | Path):
-        """Raises GGUFError for a damaged file, ConfigError and WeightError for one that cannot be served."""
-        self._file = GGUFFile(path)
+        """Raises WeightError for a file that is damaged or holds tensors that cannot be served, ConfigError for an
+        architecture that is not supported."""
+        self._file = _open(path)
         self._names: dict[str, str] = {}
         unknown, unreadable = [], []
         for name, info in self._file.tensors.items():
@@ -112,6 +113,13 @@ class GGUFSource:
         return tensor if heads is None else unpermute(tensor, heads)
 
 
+def _open(path: str | Path) -> GGUFFile:
+    try:
+        return GGUFFile(path)
+    except (GGUFError, OSError) as e:
+        raise WeightError(str(e)) from e
+
+
 def unpermute(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """rows [heads * head_dim, ...] with the two halves of each head interleaved -> the halves one after the other."""
     return rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
@@ -138,8 +146,8 @@ def gguf_config(path: str | Path) -> dict[str, Any]:
     """The model's config.json, as `ModelConfig.from_hf` takes it, from a GGUF file's metadata and tensor shapes.
 
     `dtype` is what the weights are stored in; "float32" for quantised ones, which are dequantised to it. Raises
-    GGUFError for a damaged file, and ConfigError for one that cannot be served as it was meant."""
-    file = GGUFFile(path)
+    WeightError for a damaged file, and ConfigError for one that cannot be served as it was meant."""
+    file = _open(path)
     try:
         return _config(file)
     except ConfigError as e:
