@@ -34,6 +34,7 @@ from stretto.ragged import RaggedStep
 LLAMA_8B = LayerSpec(n_heads=32, n_kv_heads=8, head_dim=128, scale=128**-0.5)
 PAGE = 16
 REPEATS = 20
+LAUNCHES = 8  # in one graph, as the layers of a model: the start of the graph itself costs about 10 us
 
 
 # ---------------------------------------------------------------------------------------------------------- batches
@@ -59,9 +60,11 @@ def lengths(name: str) -> tuple[list[int], list[int]]:
         return [1] * 128, torch.randint(500, 4000, (128,), generator=g).tolist()
     if name == "verify":
         return [5] * 64, torch.randint(500, 4000, (64,), generator=g).tolist()
-    if name == "mixed":
+    if name in ("mixed", "tails", "chunks"):  # mixed = tails + chunks
         kv = torch.randint(200, 4000, (120,), generator=g).tolist()
-        return [1] * 96 + [5] * 24 + [512, 1024], [*kv, 512, 3000]
+        tails, chunks = ([1] * 96 + [5] * 24, kv), ([512, 1024], [512, 3000])
+        parts = {"mixed": (tails, chunks), "tails": (tails,), "chunks": (chunks,)}[name]
+        return [n for q, _ in parts for n in q], [n for _, kv in parts for n in kv]
     words = name.split()
     if words[0] == "prompt":
         return [int(words[1])], [int(words[1])]
@@ -118,13 +121,14 @@ def reference(batch: Batch, layer: LayerSpec) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------- timing
-def graph_time(launch: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median microseconds of one replay of a CUDA graph of `launch`."""
+def graph_time(launch: Callable[[], object], launches: int = 1, repeats: int = REPEATS) -> float:
+    """Median microseconds of one replay of a CUDA graph of some launches, divided by their number."""
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch()
+        for _ in range(launches):
+            launch()
     graph.replay()
     times = []
     for _ in range(repeats):
@@ -133,7 +137,7 @@ def graph_time(launch: Callable[[], object], repeats: int = REPEATS) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
+        times.append(start.elapsed_time(end) * 1e3 / launches)
     return statistics.median(times)
 
 
@@ -167,9 +171,10 @@ def measure(batch: Batch, layer: LayerSpec, config: KernelConfig | None, ref: to
               "config": dataclasses.asdict(meta.config), "items": meta.counts[:3].tolist()}
     if ref is not None:
         result["error"] = float((out.float() - ref).norm() / ref.norm())
-    result["attend_us"] = graph_time(attend)
-    result["join_us"] = graph_time(lambda: backend.launch_join(out, layer, batch.step, meta, None))
-    result["plan_us"] = graph_time(lambda: backend.metadata(batch.step, 0, layer))
+    result["attend_us"] = graph_time(attend, LAUNCHES)
+    result["attend_once_us"] = graph_time(attend)
+    result["join_us"] = graph_time(lambda: backend.launch_join(out, layer, batch.step, meta, None), LAUNCHES)
+    result["plan_us"] = graph_time(lambda: backend.metadata(batch.step, 0, layer), LAUNCHES)
     return result
 
 
@@ -192,19 +197,31 @@ def sdpa_times(n: int) -> dict:
 # ------------------------------------------------------------------------------------------------------------ sweep
 def sweep_configs() -> Iterator[KernelConfig]:
     """Tiles, warps and programs first (each compiles), then splits (which do not)."""
-    shapes = [
-        # small keys, stages, medium keys, stages, large rows, keys, stages, warps, programs
-        (64, 3, 64, 3, 64, 64, 3, 4, 2), (64, 3, 64, 3, 64, 64, 2, 4, 2), (64, 2, 64, 2, 64, 64, 2, 4, 2),
-        (64, 3, 64, 3, 128, 32, 3, 4, 2), (64, 3, 64, 3, 128, 64, 2, 4, 2), (32, 4, 32, 4, 64, 64, 2, 4, 2),
-        (32, 6, 32, 6, 64, 64, 3, 4, 2), (32, 3, 32, 3, 64, 32, 3, 4, 3), (64, 2, 64, 2, 64, 32, 2, 4, 3),
-        (128, 3, 128, 3, 128, 128, 2, 8, 1), (128, 3, 128, 3, 128, 64, 3, 8, 1), (128, 3, 64, 6, 128, 64, 3, 8, 1),
-        (64, 6, 64, 6, 128, 64, 4, 8, 1), (128, 3, 128, 3, 64, 64, 3, 4, 1), (64, 6, 64, 6, 64, 128, 2, 4, 1),
-        (64, 3, 64, 3, 128, 64, 2, 8, 2), (64, 3, 64, 3, 64, 64, 3, 8, 2), (64, 3, 64, 3, 128, 32, 2, 8, 2),
+    t, base = Tile, KernelConfig(Tile(16, 64, 3), Tile(32, 64, 3), Tile(64, 64, 3), 4, 2, 512)
+    few = {f"{k}/{st}": dict(small=t(16, k, st), medium=t(32, k, st))
+           for k, st in ((64, 2), (64, 3), (64, 4), (64, 5), (128, 2), (128, 3), (32, 4), (32, 6))}
+    l64, l128 = dict(large=t(128, 64, 3), large_warps=8), dict(large=t(128, 128, 2), large_warps=8)
+    l642 = dict(large=t(128, 64, 2), large_warps=8)
+    options = [
+        dict(), dict(dynamic=False), dict(transpose=True), few["64/4"], dict(medium=t(64, 64, 3)),
+        dict(small=t(32, 64, 3)), {**few["64/4"], "dynamic": False},
+        {**few["64/4"], "registers": 168, **l64}, {**few["64/3"], "registers": 168, **l64},
+        {"transpose": True, "registers": 168, **l64}, {**few["64/3"], "registers": 128, "programs_per_sm": 3, **l64},
+        {**few["64/3"], "registers": 168, "programs_per_sm": 3, **l642},
+        {**few["64/3"], "registers": 168, "programs_per_sm": 3, "large_warps": 4, "large_programs": 2},
+        {**few["64/4"], "registers": 255, **l64, "large_registers": 255},
+        {**few["64/4"], "registers": 168, **l128}, {**few["64/5"], "registers": 168, **l64},
+        {**few["128/3"], "registers": 168, "programs_per_sm": 1, **l642},
+        {**few["128/2"], "registers": 168, "programs_per_sm": 3, **l642},
+        {**few["32/6"], "registers": 128, "programs_per_sm": 4, **l642},
+        {**few["32/4"], "registers": 128, "programs_per_sm": 4, **l642},
+        {**few["64/2"], "transpose": True, "registers": 168, "programs_per_sm": 3, **l642},
+        {**few["64/4"], "registers": 168, "dynamic": False, **l64},
+        {**few["64/4"], "registers": 168, "warps": 2, "programs_per_sm": 2, **l64},
+        {**few["64/4"], "registers": 255, "warps": 2, "programs_per_sm": 3, **l642},
     ]
-    for split, (k0, s0, k1, s1, m2, k2, s2, warps, programs) in itertools.product((512, 1024, 2048), shapes):
-        yield KernelConfig(Tile(16, k0, s0), Tile(32, k1, s1), Tile(m2, k2, s2), warps, programs, split)
-    for large_programs in (0, 2):
-        yield KernelConfig(Tile(16, 64, 3), Tile(32, 64, 3), Tile(64, 64, 3), 4, 2, 512, large_programs)
+    for split, option in itertools.product((512, 1024), options):
+        yield dataclasses.replace(base, split_keys=split, **option)
 
 
 def _compile(config: KernelConfig) -> str | None:
@@ -223,7 +240,7 @@ def _compile(config: KernelConfig) -> str | None:
 def run_sweep(configs: list[KernelConfig], workers: int) -> list[dict]:
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         failures = pool.map(_compile, configs, chunksize=1)
-    names = ("decode", "verify", "mixed")
+    names = ("decode", "verify", "mixed", "tails", "chunks", "prompt 8192")
     batches = [make_batch(name, LLAMA_8B) for name in names]
     refs = [reference(b, LLAMA_8B) for b in batches]
     results = []
@@ -241,7 +258,9 @@ def run_sweep(configs: list[KernelConfig], workers: int) -> list[dict]:
 
 def short_name(config: KernelConfig) -> str:
     tiles = " ".join(f"{t.rows}x{t.keys}/{t.stages}" for t in (config.small, config.medium, config.large))
-    return f"{tiles} w{config.warps} p{config.programs_per_sm} s{config.split_keys}"
+    return (f"{tiles} w{config.warps} p{config.programs_per_sm} s{config.split_keys} T{config.transpose:d}"
+            f" D{config.dynamic:d} r{config.registers} L{config.large_warps} {config.large_registers}"
+            f" {config.large_programs}")
 
 
 def run_table(config: KernelConfig | None) -> list[dict]:

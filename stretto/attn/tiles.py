@@ -27,6 +27,11 @@ class KernelConfig:
     warps: int
     programs_per_sm: int
     split_keys: int  # KV cells of one work item of a small or medium tile
+    transpose: bool = False
+    dynamic: bool = True
+    registers: int = 0
+    large_warps: int = 0  # a launch of its own for large items
+    large_registers: int = 168
     large_programs: int = 1  # of each multiprocessor's programs, those that take large items first
     max_splits: int = 32  # of one row; a longer row gets longer splits, by doubling
     large_split_keys: int = 1024  # fewest KV cells of one work item of a large tile
@@ -41,7 +46,7 @@ class KernelConfig:
     @property
     def max_registers(self) -> int:
         """Registers of a thread that let `programs_per_sm` programs share a multiprocessor's 65536."""
-        return min(255, 65536 // (32 * self.warps * self.programs_per_sm) // 8 * 8)
+        return self.registers or min(255, 65536 // (32 * self.warps * self.programs_per_sm) // 8 * 8)
 
 
 # Small enough that rows of a few dozen keys cross every boundary: blocks, splits, tiles.

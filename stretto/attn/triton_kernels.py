@@ -79,7 +79,10 @@ def plan_kernel(q_len, kv_len, cu_q, slots, items, counts, row_splits, row_parti
     my_q = tl.sum(tl.where(mine, q, 0), 0)
     my_kv = tl.sum(tl.where(mine, kv, 0), 0)
     partial = tl.sum(tl.where(r < row, partials, 0), 0)
-    before = tl.sum(tl.where((r < row) & (kind == my_kind), tiles * n, 0), 0)
+    #   full splits of all rows of the kind, row after row | last splits of all rows: short ones end the launch
+    same = kind == my_kind
+    before = tl.sum(tl.where(same & (r < row), tiles * (n - 1), 0), 0)
+    last = tl.sum(tl.where(same, tiles * (n - 1), 0) + tl.where(same & (r < row), tiles, 0), 0)
     offset = tl.where(my_kind == 0, 0, tl.where(my_kind == 1, offset_medium, offset_large))
     tl.store(row_splits + row, my_n)
     tl.store(row_partial + row, partial)
@@ -88,26 +91,28 @@ def plan_kernel(q_len, kv_len, cu_q, slots, items, counts, row_splits, row_parti
             tl.store(counts + k, tl.sum(tl.where(kind == k, tiles * n, 0), 0))
             tl.store(counts + 4 + k, 0)
     tile_tokens = tl.where(my_kind == 2, LARGE // G, my_q)
-    _write_items(items + (offset + before) * WORDS, my_tiles, my_n, my_first, my_split, tile_tokens, my_q, my_kv,
+    _write_items(items + offset * WORDS, before, last, my_tiles, my_n, my_first, my_split, tile_tokens, my_q, my_kv,
                  tl.load(cu_q + row), tl.load(slots + row), partial, WINDOW, WORDS)
 
 
 @triton.jit
-def _write_items(out, tiles, n, first, split, tile_tokens, q, kv, token, slot, partial, WINDOW: tl.constexpr,
+def _write_items(out, before, last, tiles, n, first, split, tile_tokens, q, kv, token, slot, partial, WINDOW: tl.constexpr,
                  WORDS: tl.constexpr):
-    """The records of one row, longest tile first: see ITEM_WORDS."""
+    """The records of one row, longest tile first: see ITEM_WORDS. The last splits go to index `last`, others to
+    `before`."""
     base = kv - q
     for start in tl.range(0, tiles * n, 64):
         j = start + tl.arange(0, 64)
         ok = j < tiles * n
-        s = j % n  # splits of one tile follow one another
-        at = (tiles - 1 - j // n) * tile_tokens
+        s = j // tiles
+        tile = tiles - 1 - j % tiles
+        at = tile * tile_tokens
         tokens = tl.minimum(tile_tokens, q - at)
         cell = (first + s) * split
         end = tl.minimum(cell + split, base + at + tokens)
         if WINDOW > 0:
             cell = tl.maximum(cell, base + at - WINDOW + 1)
-        p = out + j * WORDS
+        p = out + tl.where(s < n - 1, before + j, last + j % tiles) * WORDS
         tl.store(p, token + at, mask=ok)
         tl.store(p + 1, tokens, mask=ok)
         tl.store(p + 2, base + at, mask=ok)
@@ -175,11 +180,51 @@ def _blocks(q, acc, m, l, k_cache, v_cache, table, begin, end, low, high, pos, p
 
 
 @triton.jit
+def _blocks_transposed(q, acc, m, l, k_cache, v_cache, table, begin, end, low, high, pos, page_stride, cell_stride,
+                       in_scale, out_scale, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
+                       D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+                       PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """`_blocks` for few query rows: keys and head size on the long sides of both products.
+
+    q [D, M]; acc [D, M]; m [M]; l [KEYS, M], summed over keys by the caller."""
+    d = tl.arange(0, BLOCK_D)
+    cell = _cells(begin, low, high, KEYS)
+    page = tl.load(table + cell // PAGE)
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+        t = start + tl.arange(0, KEYS)
+        at = page.to(tl.int64) * page_stride + (cell % PAGE) * cell_stride
+        cell = _cells(start + KEYS, low, high, KEYS)
+        page = tl.load(table + cell // PAGE)
+        if BLOCK_D == D:
+            k = tl.load(k_cache + at[:, None] + d[None, :])
+        else:
+            k = tl.load(k_cache + at[:, None] + d[None, :], mask=d[None, :] < D, other=0.0)
+        s = _dot(k, q, tl.zeros((KEYS, q.shape[1]), tl.float32), PRECISION, UPCAST)
+        if SOFTCAP:
+            s = 2.0 / (1.0 + tl.exp2(s * in_scale)) - 1.0  # tanh
+        seen = t[:, None] <= pos[None, :]
+        if WINDOW > 0:
+            seen = seen & (t[:, None] > pos[None, :] - WINDOW)
+        s = tl.where(seen, s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 0) * out_scale)
+        p = tl.exp2(s * out_scale - m_new[None, :])
+        alpha = tl.exp2(m - m_new)
+        l = l * alpha[None, :] + p
+        if BLOCK_D == D:
+            v = tl.load(v_cache + at[:, None] + d[None, :])
+        else:
+            v = tl.load(v_cache + at[:, None] + d[None, :], mask=d[None, :] < D, other=0.0)
+        acc = _dot(tl.trans(v), p.to(v.dtype), acc * alpha[None, :], PRECISION, UPCAST)
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit
 def _item(record, head, q_ptr, k_cache, v_cache, tables, out, partial_out, partial_lse, sinks, q_token_stride,
           q_head_stride, page_stride, cell_stride, head_stride, table_stride, in_scale, out_scale,
           WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr,
           HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr,
-          STAGES: tl.constexpr, SKIP_MASK: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+          STAGES: tl.constexpr, SKIP_MASK: tl.constexpr, TRANSPOSE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """One work item for one KV head. Query row i of the tile is token i // G, head i % G of the group."""
     HEADS: tl.constexpr = HEADS_KV * G
     token = tl.load(record)
@@ -196,29 +241,37 @@ def _item(record, head, q_ptr, k_cache, v_cache, tables, out, partial_out, parti
     q_head = head * G + i % G
     q_at = (token + i // G).to(tl.int64) * q_token_stride + q_head * q_head_stride
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=ok[:, None] & (d[None, :] < D), other=0.0)
-    acc = tl.zeros((M, BLOCK_D), tl.float32)
     m = tl.full((M,), LOWEST, tl.float32)
-    l = tl.zeros((M,), tl.float32)
     k_head = k_cache + head * head_stride
     v_head = v_cache + head * head_stride
     begin = low // KEYS * KEYS
-    #   begin       clear        causal      high         blocks in [clear, causal) need no mask: every query of the
-    #     |--window--|--no mask-----|--causal--|          tile sees every key of them
-    if SKIP_MASK:
-        clear = begin
-        if WINDOW > 0:
-            clear = tl.cdiv(tl.maximum(first_pos + tokens - WINDOW, low), KEYS) * KEYS
-            clear = tl.minimum(clear, tl.cdiv(high, KEYS) * KEYS)
-            acc, m, l = _blocks(q, acc, m, l, k_head, v_head, table, begin, tl.minimum(clear, high), low, high, pos,
-                                page_stride, cell_stride, in_scale, out_scale, True, WINDOW, SOFTCAP, PAGE, D, BLOCK_D,
-                                KEYS, STAGES, PRECISION, UPCAST)
-        causal = tl.maximum(tl.minimum(first_pos + 1, high) // KEYS * KEYS, clear)
-        acc, m, l = _blocks(q, acc, m, l, k_head, v_head, table, clear, causal, low, high, pos, page_stride,
-                            cell_stride, in_scale, out_scale, False, WINDOW, SOFTCAP, PAGE, D, BLOCK_D, KEYS, STAGES,
-                            PRECISION, UPCAST)
-        begin = causal
-    acc, m, l = _blocks(q, acc, m, l, k_head, v_head, table, begin, high, low, high, pos, page_stride, cell_stride,
-                        in_scale, out_scale, True, WINDOW, SOFTCAP, PAGE, D, BLOCK_D, KEYS, STAGES, PRECISION, UPCAST)
+    if TRANSPOSE:
+        acc_t, m, l_t = _blocks_transposed(
+            tl.trans(q), tl.zeros((BLOCK_D, M), tl.float32), m, tl.zeros((KEYS, M), tl.float32), k_head, v_head, table,
+            begin, high, low, high, pos, page_stride, cell_stride, in_scale, out_scale, WINDOW, SOFTCAP, PAGE, D,
+            BLOCK_D, KEYS, STAGES, PRECISION, UPCAST)
+        acc = tl.trans(acc_t)
+        l = tl.sum(l_t, 0)
+    else:
+        acc = tl.zeros((M, BLOCK_D), tl.float32)
+        l = tl.zeros((M,), tl.float32)
+        #   begin       clear        causal      high         blocks in [clear, causal) need no mask: every query of the
+        #     |--window--|--no mask-----|--causal--|          tile sees every key of them
+        if SKIP_MASK:
+            clear = begin
+            if WINDOW > 0:
+                clear = tl.cdiv(tl.maximum(first_pos + tokens - WINDOW, low), KEYS) * KEYS
+                clear = tl.minimum(clear, tl.cdiv(high, KEYS) * KEYS)
+                acc, m, l = _blocks(q, acc, m, l, k_head, v_head, table, begin, tl.minimum(clear, high), low, high, pos,
+                                    page_stride, cell_stride, in_scale, out_scale, True, WINDOW, SOFTCAP, PAGE, D, BLOCK_D,
+                                    KEYS, STAGES, PRECISION, UPCAST)
+            causal = tl.maximum(tl.minimum(first_pos + 1, high) // KEYS * KEYS, clear)
+            acc, m, l = _blocks(q, acc, m, l, k_head, v_head, table, clear, causal, low, high, pos, page_stride,
+                                cell_stride, in_scale, out_scale, False, WINDOW, SOFTCAP, PAGE, D, BLOCK_D, KEYS, STAGES,
+                                PRECISION, UPCAST)
+            begin = causal
+        acc, m, l = _blocks(q, acc, m, l, k_head, v_head, table, begin, high, low, high, pos, page_stride, cell_stride,
+                            in_scale, out_scale, True, WINDOW, SOFTCAP, PAGE, D, BLOCK_D, KEYS, STAGES, PRECISION, UPCAST)
     keep = ok[:, None] & (d[None, :] < D)
     if partial < 0:
         if SINKS:
@@ -239,43 +292,55 @@ def attend_kernel(q, k_cache, v_cache, tables, items, counts, out, partial_out, 
                   SINKS: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr, HEADS_KV: tl.constexpr, D: tl.constexpr,
                   BLOCK_D: tl.constexpr, M0: tl.constexpr, KEYS0: tl.constexpr, STAGES0: tl.constexpr,
                   M1: tl.constexpr, KEYS1: tl.constexpr, STAGES1: tl.constexpr, M2: tl.constexpr,
-                  KEYS2: tl.constexpr, STAGES2: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr,
-                  UPCAST: tl.constexpr):
+                  KEYS2: tl.constexpr, STAGES2: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, DYNAMIC: tl.constexpr,
+                  PDL_FIRST: tl.constexpr, PDL_LAST: tl.constexpr, TRANSPOSE: tl.constexpr, WORDS: tl.constexpr,
+                  PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """A persistent grid that claims work items until none is left.
 
     The first `large_first` programs, one on each multiprocessor, take large items first and the others small ones, so
     that arithmetic of chunk rows and memory traffic of decode rows overlap on every multiprocessor."""
     pid = tl.program_id(0)
+    if PDL_FIRST:
+        tl.extra.cuda.gdc_launch_dependents()
     n_small = tl.load(counts) * HEADS_KV
     n_medium = tl.load(counts + 1) * HEADS_KV
     n_large = tl.load(counts + 2) * HEADS_KV
-    kind = tl.where(pid < large_first, 2, 0)
+    kind = tl.where(pid < large_first, LAST, FIRST)
     step = tl.where(pid < large_first, -1, 1)
-    kinds_left = 3
+    kinds_left = LAST - FIRST + 1
+    claim = pid
     while kinds_left > 0:
-        claim = tl.atomic_add(counts + 4 + kind, 1, sem="relaxed")
+        if DYNAMIC:
+            claim = tl.atomic_add(counts + 4 + kind, 1, sem="relaxed")
         n = tl.where(kind == 0, n_small, tl.where(kind == 1, n_medium, n_large))
         if claim < n:
             item = claim // HEADS_KV
             head = claim % HEADS_KV
-            if kind == 0:
-                _item(items + item * WORDS, head, q, k_cache, v_cache, tables, out, partial_out, partial_lse, sinks,
-                      q_token_stride, q_head_stride, page_stride, cell_stride, head_stride, table_stride, in_scale,
-                      out_scale, WINDOW, SOFTCAP, SINKS, PAGE, G, HEADS_KV, D, BLOCK_D, M0, KEYS0, STAGES0, False,
-                      PRECISION, UPCAST)
-            elif kind == 1:
-                _item(items + (offset_medium + item) * WORDS, head, q, k_cache, v_cache, tables, out, partial_out,
-                      partial_lse, sinks, q_token_stride, q_head_stride, page_stride, cell_stride, head_stride,
-                      table_stride, in_scale, out_scale, WINDOW, SOFTCAP, SINKS, PAGE, G, HEADS_KV, D, BLOCK_D, M1,
-                      KEYS1, STAGES1, False, PRECISION, UPCAST)
-            else:
-                _item(items + (offset_large + item) * WORDS, head, q, k_cache, v_cache, tables, out, partial_out,
-                      partial_lse, sinks, q_token_stride, q_head_stride, page_stride, cell_stride, head_stride,
-                      table_stride, in_scale, out_scale, WINDOW, SOFTCAP, SINKS, PAGE, G, HEADS_KV, D, BLOCK_D, M2,
-                      KEYS2, STAGES2, True, PRECISION, UPCAST)
+            if FIRST == 0:
+                if kind == 0:
+                    _item(items + (item) * WORDS, head, q, k_cache, v_cache, tables, out, partial_out, partial_lse,
+                          sinks, q_token_stride, q_head_stride, page_stride, cell_stride, head_stride, table_stride,
+                          in_scale, out_scale, WINDOW, SOFTCAP, SINKS, PAGE, G, HEADS_KV, D, BLOCK_D, M0, KEYS0,
+                          STAGES0, False, TRANSPOSE, PRECISION, UPCAST)
+                elif kind == 1:
+                    _item(items + (offset_medium + item) * WORDS, head, q, k_cache, v_cache, tables, out, partial_out, partial_lse,
+                          sinks, q_token_stride, q_head_stride, page_stride, cell_stride, head_stride, table_stride,
+                          in_scale, out_scale, WINDOW, SOFTCAP, SINKS, PAGE, G, HEADS_KV, D, BLOCK_D, M1, KEYS1,
+                          STAGES1, False, TRANSPOSE, PRECISION, UPCAST)
+            if LAST == 2:
+                if kind == 2:
+                    _item(items + (offset_large + item) * WORDS, head, q, k_cache, v_cache, tables, out, partial_out, partial_lse,
+                          sinks, q_token_stride, q_head_stride, page_stride, cell_stride, head_stride, table_stride,
+                          in_scale, out_scale, WINDOW, SOFTCAP, SINKS, PAGE, G, HEADS_KV, D, BLOCK_D, M2, KEYS2,
+                          STAGES2, True, False, PRECISION, UPCAST)
+            if not DYNAMIC:
+                claim += tl.num_programs(0)
         else:
             kind += step
             kinds_left -= 1
+            claim = pid
+    if PDL_LAST:
+        tl.extra.cuda.gdc_wait()
 
 
 # ------------------------------------------------------------------------------------------------------------- join

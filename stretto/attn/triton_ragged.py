@@ -116,17 +116,30 @@ class TritonRaggedBackend:
         in_scale = -2 * LOG2E.value * layer.scale / softcap if softcap else 0.0
         out_scale = LOG2E.value * (softcap or layer.scale)
         partial_out, partial_lse = self._partials(layer)
-        programs = min(config.programs_per_sm * self.n_sm, meta.items.shape[0] * layer.n_kv_heads)
-        attend_kernel[(programs,)](
-            q, k_cache, v_cache, tables, meta.items, meta.counts, out, partial_out, partial_lse,
-            out if sinks is None else sinks, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1),
-            k_cache.stride(2), tables.stride(0), in_scale, out_scale, meta.offset_medium, meta.offset_large,
-            min(programs, config.large_programs * self.n_sm), WINDOW=layer.window or 0, SOFTCAP=bool(softcap), SINKS=sinks is not None,
-            PAGE=step.page_size, G=layer.n_heads // layer.n_kv_heads, HEADS_KV=layer.n_kv_heads, D=layer.head_dim,
-            BLOCK_D=max(padded(layer.head_dim), 16), M0=small.rows, KEYS0=small.keys, STAGES0=small.stages,
-            M1=medium.rows, KEYS1=medium.keys, STAGES1=medium.stages, M2=large.rows, KEYS2=large.keys,
-            STAGES2=large.stages, WORDS=ITEM_WORDS, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            UPCAST=INTERPRETED and q.dtype == torch.bfloat16, num_warps=config.warps, maxnreg=config.max_registers)
+        def launch(programs, large_first, **options):
+            programs = min(programs, meta.items.shape[0] * layer.n_kv_heads)
+            attend_kernel[(programs,)](
+                q, k_cache, v_cache, tables, meta.items, meta.counts, out, partial_out, partial_lse,
+                out if sinks is None else sinks, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1),
+                k_cache.stride(2), tables.stride(0), in_scale, out_scale, meta.offset_medium, meta.offset_large,
+                min(programs, large_first), WINDOW=layer.window or 0, SOFTCAP=bool(softcap), SINKS=sinks is not None,
+                PAGE=step.page_size, G=layer.n_heads // layer.n_kv_heads, HEADS_KV=layer.n_kv_heads, D=layer.head_dim,
+                BLOCK_D=max(padded(layer.head_dim), 16), M0=small.rows, KEYS0=small.keys, STAGES0=small.stages,
+                M1=medium.rows, KEYS1=medium.keys, STAGES1=medium.stages, M2=large.rows, KEYS2=large.keys,
+                STAGES2=large.stages, DYNAMIC=config.dynamic, TRANSPOSE=config.transpose, WORDS=ITEM_WORDS,
+                PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+                UPCAST=INTERPRETED and q.dtype == torch.bfloat16, **options)
+
+        if not config.large_warps:
+            launch(config.programs_per_sm * self.n_sm, config.large_programs * self.n_sm, FIRST=0, LAST=2,
+                   PDL_FIRST=False, PDL_LAST=False, num_warps=config.warps, maxnreg=config.max_registers)
+        else:
+            pdl = self.arch >= 90
+            extra = {"launch_pdl": True} if pdl else {}
+            launch(config.large_programs * self.n_sm, 0, FIRST=2, LAST=2, PDL_FIRST=pdl, PDL_LAST=False,
+                   num_warps=config.large_warps, maxnreg=config.large_registers)
+            launch(config.programs_per_sm * self.n_sm, 0, FIRST=0, LAST=1, PDL_FIRST=False, PDL_LAST=pdl,
+                   num_warps=config.warps, maxnreg=config.max_registers, **extra)
 
     def launch_join(self, out: torch.Tensor, layer: LayerSpec, step: RaggedStep, meta: RaggedPlan,
                     sinks: torch.Tensor | None) -> None:
