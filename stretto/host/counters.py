@@ -1,0 +1,42 @@
+"""What happened, so that a test or an operator can prove that it did. All monotone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    requests: int = 0
+    turns: int = 0  # turns that ended, in whatever way
+    steps: int = 0  # planned
+    mixed_steps: int = 0  # with both a prompt's chunk and a decode row
+    chunk_rows: int = 0
+    chunk_tokens: int = 0
+    decode_rows: int = 0
+    tail_rows: int = 0  # decode rows of mixed steps
+    tail_tokens: int = 0
+    planned_tokens: int = 0
+    fed_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    drafted: int = 0  # drafts that were verified
+    accepted: int = 0
+    retractions: int = 0
+    reclaimed: int = 0  # leases of idle sessions and waiting turns that were taken
+    stale_results: int = 0  # rows whose turn had left its slot
+    host_stops: int = 0  # turns ended by a stop string, with or without a step in flight
+    aborts: int = 0
+    forks: int = 0
+    forks_without_pages: int = 0
+    scores_again: int = 0  # prompt scores computed again after a retraction, not delivered again
+    host_drafts: int = 0
+    pool_bound: int = 0  # turns that ended because the KV cache holds no more of them
+    session_turns: int = 0
+    in_place_turns: int = 0
+    branches: int = 0
+    faults: int = 0  # failed checks, of engines that serve on
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)

@@ -1,0 +1,69 @@
+"""Requests become turns: limits, seeds, ranks, stop ids, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING
+
+from stretto.host.limits import HostLimits
+from stretto.host.turn import Job, Turn
+from stretto.params import SamplingParams
+from stretto.protocol import Request, RequestError, Usage
+from stretto.wire import NEVER, Goal
+
+if TYPE_CHECKING:
+    from stretto.host.results import TextStream
+
+TextStreamOf = Callable[[SamplingParams], "TextStream"]
+
+
+class Intake:
+    def __init__(self, limits: HostLimits, text_stream: TextStreamOf | None):
+        self._limits, self._text_stream = limits, text_stream
+        self._serials = count()
+
+    def turn(self, request: Request, tokens: list[int], scores_from: int = 0) -> Turn:
+        """The first choice of a request on `tokens` (the request's own, after a session's history).
+
+        Raises RequestError where it can never run."""
+        limits, sampling, prompt = self._limits, request.sampling, len(tokens)
+        if not 1 <= prompt < limits.max_model_len:
+            raise RequestError(f"the prompt has {prompt} tokens; it must have 1..{limits.max_model_len - 1}",
+                               param="prompt", code="context_length_exceeded")
+        goal = Goal.SCORE if sampling.max_tokens == 0 else Goal.GENERATE
+        asked = prompt + 1 if goal == Goal.SCORE else self._asked(prompt, sampling)
+        limit = min(asked, limits.kv_tokens + 1)  # the last id needs no cell
+        if limit <= prompt:
+            raise RequestError(f"the prompt has {prompt} tokens; the KV cache holds {limits.kv_tokens}: shorten the"
+                               " prompt, or give the server more KV memory",
+                               param="prompt", code="context_length_exceeded")
+        width = limits.width if sampling.speculation is None else min(limits.width, sampling.speculation)
+        scored = sampling.prompt_logprobs is not None
+        job = Job(request, 0, (request.priority, next(self._serials), 0), goal, prompt, limit, width,
+                  self._seed(sampling), self._stop_ids(sampling), scores_from if scored else NEVER, limit < asked)
+        return Turn(job, list(tokens), self._stream(request), scores=[] if scored else None, unforked=sampling.n - 1)
+
+    def choice(self, turn: Turn, index: int) -> Turn:
+        """Another choice of the same request, on the same prompt."""
+        job = turn.job
+        rank = (*job.rank[:2], index)
+        return Turn(replace(job, index=index, rank=rank, scores_from=NEVER), turn.tokens[: job.prompt],
+                    self._stream(job.request), usage=Usage(prompt_tokens=job.prompt))
+
+    def _asked(self, prompt: int, sampling: SamplingParams) -> int:
+        room = self._limits.max_model_len
+        return room if sampling.max_tokens is None else min(room, prompt + sampling.max_tokens)
+
+    def _seed(self, sampling: SamplingParams) -> int:
+        seed = self._limits.seeds.getrandbits(64) if sampling.seed is None else sampling.seed
+        return seed & (2**64 - 1)
+
+    def _stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        eos = () if sampling.ignore_eos else sorted(self._limits.eos_token_ids)
+        return tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
+
+    def _stream(self, request: Request) -> TextStream | None:
+        wanted = request.want_text or request.sampling.stop
+        return self._text_stream(request.sampling) if self._text_stream is not None and wanted else None

@@ -1,0 +1,427 @@
+"""Who holds which page of KV, and how long each sequence is known to be. The only writer of a Lease.
+
+Two bounds for every lease, in KV cells:
+
+    |---- proved ----|---- may be committed by steps in flight ----|--- lookahead ---|
+    0                lo                                            hi                     <= top = limit - 1 (hi only)
+
+    pages are held for [0, hi + lookahead)      pages are freed and shared only below lo
+
+The device owns the exact length; a result moves `lo` to it. Every page of every group is in exactly one place: free,
+held by one lease, or shared in the prefix tree. The sum is checked in O(1) after every step (`check`), and page by page
+by `audit`.
+
+Groups are `full` (window None) or `window(W)`. A `state` group (recurrent layers) would hold a snapshot per lease
+instead of pages: it belongs beside `pages` in Lease, taken in `reserve` and returned in `drop`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from stretto.host.faults import HostFault, need
+from stretto.host.limits import HostLimits
+from stretto.host.ops import Mapping, Ops
+from stretto.host.prefix import Node, PrefixTree
+from stretto.wire import NULL_PAGE, Seam
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """What a sequence holds. Only Ledger writes it.
+
+    `pages[group]` lists the pages of cells [0, n * page_size); those of the first len(nodes) are shared. In a window
+    group the entries below `first[group]` are NULL_PAGE."""
+
+    root: Node
+    nodes: list[Node]
+    pages: list[list[int]]
+    first: list[int]
+    lo: int  # cells proved by the last processed result
+    top: int  # limit - 1: no cell at or above it is ever committed
+    draft_lo: int  # lo; or lo + 1 where cell lo is fed again and its draft cell stands
+    flight: deque[tuple[int, int]] = field(default_factory=deque)  # (seq, q_cap) of steps without a result yet
+    flying: int = 0  # sum of the caps in flight
+
+    @property
+    def hi(self) -> int:
+        """Cells that the steps in flight may have committed, at most."""
+        return min(self.top, self.lo + self.flying)
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Pages for [0, hi + q_cap) and the lookahead, held in every group. Made by Ledger.reserve alone."""
+
+    lease: Lease
+    q_cap: int
+    mapped: list[Mapping]
+
+
+class Ledger:
+    """Raises HostFault where a law of the books is broken, whatever the caller did."""
+
+    def __init__(self, limits: HostLimits, ops: Ops):
+        self.page_size, self.windows, self.n_pages = limits.page_size, limits.windows, limits.pages
+        self.prefix_cache, self._poison, self._ops = limits.prefix_cache, limits.poison, ops
+        self._groups = range(len(self.windows))
+        self._has_window = any(w is not None for w in self.windows)
+        # what a sequence holds of a window group while chunks are in flight; more is only asked for, never needed
+        self._window_pages = [limits.window_pages(w) + -(-limits.chunk // limits.page_size) for w in self.windows]
+        self.free: list[deque[int]] = [deque(range(1, n + 1)) for n in self.n_pages]
+        self._is_free = [bytearray([1]) * (n + 1) for n in self.n_pages]
+        self.leased = [0] * len(self.windows)
+        self.fenced: list[Lease] = []  # set aside after a broken check
+        self.tree = PrefixTree(self.windows, self.page_size)
+        self.hit_tokens = 0
+        self.returned = 0  # counts pages that came back: who waits for room looks again when it moves
+
+    # ------------------------------------------------------------------------------------------------------ pages
+    def available(self, group: int) -> int:
+        """Pages that can be had without taking them from a lease."""
+        return len(self.free[group]) + self.tree.loose[group]
+
+    def needed(self, lease: Lease, upto: int) -> list[int]:
+        """Pages of each group that the lease lacks for cells [0, upto)."""
+        n = -(-upto // self.page_size)
+        out = []
+        for g, window in enumerate(self.windows):
+            lacking = max(0, n - len(lease.pages[g]))
+            if window is not None:
+                lacking = min(lacking, max(0, self._window_pages[g] - len(lease.pages[g]) + lease.first[g]))
+            out.append(lacking)
+        return out
+
+    def _take(self, group: int, n: int) -> list[int] | None:
+        free = self.free[group]
+        while len(free) < n:
+            evicted = self.tree.evict(group)
+            if not evicted:
+                return None
+            for g, page in evicted:
+                self._to_free(g, page)
+        pages = [free.popleft() for _ in range(n)]
+        for page in pages:
+            self._is_free[group][page] = 0
+        self.leased[group] += n
+        return pages
+
+    def _to_free(self, group: int, page: int) -> None:
+        need(not self._is_free[group][page], f"page {page} of group {group} is freed twice")
+        self._is_free[group][page] = 1
+        self.free[group].append(page)
+        self.returned += 1
+        if self._poison:
+            self._ops.poison(group, page)
+
+    def _give(self, group: int, page: int) -> None:
+        """A page that a lease held alone goes back."""
+        self._to_free(group, page)
+        self.leased[group] -= 1
+
+    def _return_unwritten(self, group: int, pages: Sequence[int]) -> None:
+        """Pages that were taken in vain keep their place at the head of the free list."""
+        for page in reversed(pages):
+            self._is_free[group][page] = 1
+            self.free[group].appendleft(page)
+        self.leased[group] -= len(pages)
+
+    def _window_start(self, group: int, query: int) -> int:
+        """The first page that a query at this position, or any later one, reads."""
+        window = self.windows[group]
+        if window is None:
+            return 0
+        return max(0, query - max(window, 2) + 1) // self.page_size  # 2: the seam of a page edge stays in reach
+
+    # ------------------------------------------------------------------------------------------------------ verbs
+    def adopt(self, tokens: Sequence[int], most: int, top: int, salt: str = "") -> Lease:
+        """A lease on the longest shared prefix of `most` tokens at most, whole pages, references taken.
+
+        In window groups the pages that a query at the hit's end reads must still be held."""
+        root = self.tree.root(salt) if self.prefix_cache else self.tree.private_root()
+        path = self.tree.match(root, tokens, most) if self.prefix_cache else []
+        while path and not self._window_held(path):
+            path.pop()
+        lo = len(path) * self.page_size
+        self.hit_tokens += lo
+        return self._lease_on(root, path, lo, lo, top)
+
+    def _window_held(self, path: list[Node]) -> bool:
+        end = len(path) * self.page_size
+        return all(node.pages[g] != NULL_PAGE
+                   for g in self._groups for node in path[self._window_start(g, end):])
+
+    def _lease_on(self, root: Node, path: list[Node], lo: int, draft_lo: int, top: int) -> Lease:
+        """References and pins on shared pages, from the window's start on in window groups."""
+        first = [min(self._window_start(g, lo), len(path)) for g in self._groups]
+        for node in (root, *path):
+            self.tree.refer(node)
+        for g in self._groups:
+            for node in path[first[g]:]:
+                self.tree.pin(node, g)
+        pages = [[NULL_PAGE] * first[g] + [n.pages[g] for n in path[first[g]:]] for g in self._groups]
+        return Lease(root, list(path), pages, first, lo, top, draft_lo)
+
+    def limit(self, lease: Lease, top: int) -> None:
+        """The sequence's next turn: a new top for a lease without steps in flight."""
+        need(not lease.flight and top >= lease.lo, "a new top for a lease in flight, or below its length")
+        lease.top = top
+
+    def reserve(self, lease: Lease, q_cap: int, lookahead: int) -> Reservation | None:
+        """Pages for [0, hi + q_cap), clipped at top, and the lookahead: in every group or, with None, in no group."""
+        n = -(-(min(lease.top, lease.lo + lease.flying + q_cap) + lookahead) // self.page_size)
+        held = len(lease.pages[0])
+        if n <= held:
+            return Reservation(lease, q_cap, [])
+        got: list[list[int]] = []
+        for g in self._groups:
+            pages = self._take(g, n - held)
+            if pages is None:
+                for group, taken in enumerate(got):
+                    self._return_unwritten(group, taken)
+                return None
+            got.append(pages)
+        mapped = []
+        for g, pages in enumerate(got):
+            mapped += [(g, held + i, page) for i, page in enumerate(pages)]
+            lease.pages[g] += pages
+        return Reservation(lease, q_cap, mapped)
+
+    def launch(self, reservation: Reservation, seq: int) -> None:
+        """The row of this reservation is in flight with step `seq`."""
+        lease = reservation.lease
+        lease.flight.append((seq, reservation.q_cap))
+        lease.flying += reservation.q_cap
+
+    def confirm(self, lease: Lease, seq: int, exact: int) -> None:
+        """A result came: in order, once, and within what was reserved for it."""
+        if not lease.flight or lease.flight[0][0] != seq:
+            raise HostFault(f"the result of step {seq} is out of order, or not this turn's")
+        q_cap = lease.flight[0][1]
+        if not lease.lo <= exact <= min(lease.top, lease.lo + q_cap):
+            raise HostFault(f"a length of {exact} was reported; it must lie in"
+                            f" {lease.lo}..{min(lease.top, lease.lo + q_cap)}")
+        lease.flight.popleft()
+        lease.flying -= q_cap
+        lease.lo = lease.draft_lo = exact
+
+    def publish(self, lease: Lease, tokens: Sequence[int]) -> list[Mapping]:
+        """Full pages below lo become shared. A page whose tokens are shared already is swapped for the shared one and
+        freed. Returns the swaps, which a seated lease must map before its next row."""
+        if lease.lo // self.page_size <= len(lease.nodes) or not self.prefix_cache:
+            return []
+        return self._share(lease, tokens)
+
+    def _share(self, lease: Lease, tokens: Sequence[int]) -> list[Mapping]:
+        size, swaps = self.page_size, []
+        node = lease.nodes[-1] if lease.nodes else lease.root
+        for i in range(len(lease.nodes), min(lease.lo, len(tokens)) // size):
+            node = self.tree.child(node, tuple(tokens[i * size : (i + 1) * size]))
+            self.tree.refer(node)
+            lease.nodes.append(node)
+            for g in self._groups:
+                swaps += self._share_page(lease, node, g, i)
+        return swaps
+
+    def _share_page(self, lease: Lease, node: Node, group: int, index: int) -> list[Mapping]:
+        mine, theirs = lease.pages[group][index], node.pages[group]
+        if mine == NULL_PAGE:  # slid past: nothing to share, nothing to pin
+            return []
+        if theirs == NULL_PAGE:
+            self.tree.put(node, group, mine)
+            self.leased[group] -= 1
+            return []
+        self.tree.pin(node, group)
+        lease.pages[group][index] = theirs
+        self._give(group, mine)
+        return [(group, index, theirs)]
+
+    def slide(self, lease: Lease) -> list[Mapping]:
+        """Window pages that no query at or above lo - 1 reads go. (lo - 1: a re-seat may feed that cell again.)
+
+            cells:  |  gone  |<------- W ------->|
+                    0        start      lo - 1   lo
+        """
+        gone: list[Mapping] = []
+        if not self._has_window:
+            return gone
+        for g in self._groups:
+            start = min(self._window_start(g, max(0, lease.lo - 1)), len(lease.pages[g]))
+            for i in range(lease.first[g], start):
+                self._let_go(lease, g, i)
+                lease.pages[g][i] = NULL_PAGE
+                gone.append((g, i, NULL_PAGE))
+            lease.first[g] = max(lease.first[g], start)
+        return gone
+
+    def _let_go(self, lease: Lease, group: int, index: int) -> None:
+        """The lease gives up one page: its pin on a shared one, the page itself otherwise."""
+        page = lease.pages[group][index]
+        if page == NULL_PAGE:
+            return
+        if index < len(lease.nodes):
+            self.tree.unpin(lease.nodes[index], group)
+            self.returned += 1
+        else:
+            self._give(group, page)
+
+    def settle(self, lease: Lease, n: int) -> None:
+        """A turn ended with `n` tokens while steps may be in flight: nothing of them counts."""
+        lease.flight.clear()
+        lease.flying = 0
+        lease.lo = lease.draft_lo = min(lease.lo, n)
+
+    def seam(self, lease: Lease) -> int:
+        """Where the taps of position lo-1 come from when no live slot holds them: a value of the SEAM column."""
+        if lease.draft_lo == lease.lo + 1:
+            return Seam.UNKNOWN  # forked: the cell is fed again
+        if lease.lo == 0:
+            return Seam.START
+        if lease.lo % self.page_size == 0:
+            return lease.pages[0][lease.lo // self.page_size - 1]
+        self._feed_last_again(lease)
+        return Seam.UNKNOWN
+
+    def _feed_last_again(self, lease: Lease) -> None:
+        """No taps of position lo-1 at hand: it is fed again. Its draft cell stands; its page is not full, so not
+        shared."""
+        need(lease.lo // self.page_size >= len(lease.nodes), "a shared page would be fed again")
+        lease.draft_lo = lease.lo
+        lease.lo -= 1
+
+    def fork(self, lease: Lease, tokens: Sequence[int], n: int, top: int) -> tuple[Lease | None, list[Mapping]]:
+        """A child on the first `n` tokens, and the swaps of the parent's pages (see publish).
+
+            pages:  | shared | shared | copied |        `last` is the page of cell n-1,
+                    0                 last  n-1         which the child feeds again and so writes itself
+
+        No child where the cells of its window are gone, or no page is free for the copy: then adopt."""
+        need(1 <= n <= lease.lo, f"a fork at {n} tokens of a sequence proved up to {lease.lo}")
+        swaps = self._share(lease, tokens)
+        last = (n - 1) // self.page_size
+        for g in self._groups:
+            if NULL_PAGE in lease.pages[g][self._window_start(g, n - 1) : last + 1]:
+                return None, swaps
+        child = self._lease_on(lease.root, lease.nodes[:last], n - 1, n, top)
+        if not self._copy_page(lease, child, last):
+            self.drop(child)
+            return None, swaps
+        return child, swaps
+
+    def _copy_page(self, parent: Lease, child: Lease, index: int) -> bool:
+        got: list[int] = []
+        for g in self._groups:
+            pages = self._take(g, 1)
+            if pages is None:
+                for group, page in enumerate(got):
+                    self._return_unwritten(group, [page])
+                return False
+            got += pages
+        for g, page in enumerate(got):
+            self._ops.copy(g, parent.pages[g][index], page)
+            child.pages[g].append(page)
+        return True
+
+    def truncate(self, lease: Lease, n: int) -> int:
+        """Rewinds a lease without steps in flight to `n` tokens or less; returns the length it reached.
+
+        Less, where `n` lies inside a shared page, which is never written: then its start; and nothing, where window
+        cells that the next token would read are gone."""
+        need(not lease.flight, "a lease in flight is settled before it is truncated")
+        reach = min(lease.lo, n)
+        if reach // self.page_size < len(lease.nodes):
+            reach -= reach % self.page_size
+        start = [self._window_start(g, max(0, reach - 1)) for g in self._groups]
+        if any(lease.first[g] > start[g] for g in self._groups):
+            reach = 0
+        lease.lo = lease.draft_lo = reach
+        keep = -(-reach // self.page_size)
+        self._cut(lease, keep)
+        for node in lease.nodes[keep:]:
+            self.tree.unrefer(node)
+        del lease.nodes[keep:]
+        return reach
+
+    def shrink(self, lease: Lease) -> None:
+        """Gives back the pages above lo of a lease without steps in flight."""
+        need(not lease.flight, "a lease in flight is settled before it shrinks")
+        keep = -(-lease.lo // self.page_size)
+        need(keep >= len(lease.nodes), "a lease would shrink below a shared page")
+        self._cut(lease, keep)
+
+    def _cut(self, lease: Lease, keep: int) -> None:
+        for g in self._groups:
+            for i in range(keep, len(lease.pages[g])):
+                self._let_go(lease, g, i)
+            del lease.pages[g][keep:]
+            lease.first[g] = min(lease.first[g], keep)
+
+    def drop(self, lease: Lease) -> None:
+        """Everything goes back. Steps in flight may still write the pages: stream order puts them before any reuse."""
+        lease.flight.clear()
+        lease.flying = 0
+        self._cut(lease, 0)
+        for node in reversed(lease.nodes):
+            self.tree.unrefer(node)
+        lease.nodes.clear()
+        self.tree.unrefer(lease.root)
+        self.returned += 1
+        if not self.prefix_cache:
+            self.flush()
+
+    def fence(self, lease: Lease) -> None:
+        """A lease whose books are broken is set aside for ever: its pages are lost rather than used twice."""
+        lease.flight.clear()
+        lease.flying = 0
+        self.fenced.append(lease)
+
+    def flush(self) -> int:
+        """Frees every shared page that no lease refers to; returns how many pages."""
+        n = 0
+        while freed := self.tree.evict_leaf():
+            n += len(freed)
+            for g, page in freed:
+                self._to_free(g, page)
+        return n
+
+    # ------------------------------------------------------------------------------------------------------ checks
+    def check(self) -> None:
+        """The pool equation, O(1)."""
+        for g, n in enumerate(self.n_pages):
+            total = len(self.free[g]) + self.leased[g] + self.tree.held[g]
+            if total != n:
+                raise HostFault(f"group {g}: {len(self.free[g])} free + {self.leased[g]} leased +"
+                                f" {self.tree.held[g]} shared pages are not {n}")
+
+    def audit(self, leases: Iterable[Lease]) -> None:
+        """Every page in exactly one place, every reference and pin counted. O(pages)."""
+        self.check()
+        leases, nodes = [*leases, *self.fenced], self.tree.nodes()
+        self.tree.audit(nodes)
+        for g in self._groups:
+            held = [n.pages[g] for n in nodes if n.pages[g] != NULL_PAGE]
+            for lease in leases:
+                held += [p for p in lease.pages[g][len(lease.nodes):] if p != NULL_PAGE]
+            need(len(held) == len(set(held)), f"a page of group {g} has two owners")
+            everywhere = sorted(held + list(self.free[g]))
+            need(len(everywhere) == len(set(everywhere)), f"a page of group {g} is free and held")
+            need(len(everywhere) == self.n_pages[g], f"a page of group {g} leaked")
+        self._audit_references(leases, nodes)
+
+    def _audit_references(self, leases: list[Lease], nodes: list[Node]) -> None:
+        refs: dict[int, int] = {}
+        pins: dict[tuple[int, int], int] = {}
+        for lease in leases:
+            need(len({len(pages) for pages in lease.pages}) == 1, "the groups of a lease differ in length")
+            for i, node in enumerate(lease.nodes):
+                refs[node.serial] = refs.get(node.serial, 0) + 1
+                for g in self._groups:
+                    page = lease.pages[g][i]
+                    need(page in (NULL_PAGE, node.pages[g]), "a lease names another page than the tree")
+                    pins[node.serial, g] = pins.get((node.serial, g), 0) + (page != NULL_PAGE)
+        for node in nodes:
+            need(node.refs == refs.get(node.serial, 0), "a node's references are not the leases that lead through it")
+            for g in self._groups:
+                need(node.pins[g] == pins.get((node.serial, g), 0), "a page's pins are not the leases that hold it")

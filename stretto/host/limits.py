@@ -1,0 +1,74 @@
+"""What the host half is built for: sizes, policies and hooks, frozen at start-up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+CAP_POLICIES = ("full", "one_in_mixed", "budget")
+
+HostDrafter = Callable[[Sequence[int], int], list[int]]
+"""(confirmed ids, width) -> at most `width` ids that may follow; of drafters that propose on the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLimits:
+    """Sizes are in tokens unless said otherwise. Raises ValueError naming both sides where they cannot work together.
+
+    Groups are the KV groups of the model and the drafter, group 0 first; a window of None is full attention."""
+
+    page_size: int
+    pages: tuple[int, ...]  # pages of each group, numbered 1..n
+    windows: tuple[int | None, ...] = (None,)
+    max_slots: int  # rows of the slot table; slot 0 is reserved for padding
+    max_model_len: int
+    chunk: int = 2048  # most prompt tokens of one row in one step
+    budget: int = 8192  # most tokens of one step
+    cap_policy: str = "full"  # how wide decode rows are: one of CAP_POLICIES
+    mixed: bool = True  # False: no step holds both a prompt's chunk and a decode row
+    depth: int = 1  # steps in flight while the next one is planned
+    width: int = 0  # K: most drafts a row and step
+    lookahead: int = 0  # cells past the committed length that the drafter writes
+    prefix_cache: bool = True
+    eos_token_ids: frozenset[int] = frozenset()
+    seeds: random.Random = field(default_factory=random.SystemRandom)  # of requests that name no seed
+    strict: bool = True  # a failed check raises; otherwise it is counted and ends the request with "error"
+    drafter: HostDrafter | None = None
+    poison: bool = False  # debug: freed pages are made unreadable
+
+    def __post_init__(self) -> None:
+        self._check_positive()
+        if len(self.pages) != len(self.windows):
+            raise ValueError(f"pages names {len(self.pages)} groups, windows {len(self.windows)}: name the same groups")
+        if self.cap_policy not in CAP_POLICIES:
+            raise ValueError(f"cap_policy is {self.cap_policy!r}; it must be one of {', '.join(CAP_POLICIES)}")
+        if self.kv_tokens < 2:
+            raise ValueError(f"{min(self.pages)} pages of {self.page_size} tokens leave {self.kv_tokens} tokens beside"
+                             f" a lookahead of {self.lookahead}; at least 2 are needed: give the KV cache more memory")
+        for pages, window in zip(self.pages, self.windows):
+            least = self.window_pages(window)
+            if window is not None and pages < least:
+                raise ValueError(f"a window of {window} tokens needs at least {least} pages of {self.page_size} tokens"
+                                 f" in its group; {pages} were given: give the KV cache more memory")
+
+    def _check_positive(self) -> None:
+        for name, least in (("page_size", 1), ("max_slots", 2), ("max_model_len", 2), ("chunk", 1), ("budget", 2),
+                            ("depth", 0), ("width", 0), ("lookahead", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if not self.pages or min(self.pages) < 1 or any(w is not None and w < 1 for w in self.windows):
+            raise ValueError(f"pages {self.pages}, windows {self.windows}: a group needs a page, a window a token")
+
+    @property
+    def kv_tokens(self) -> int:
+        """Cells that one sequence can commit when it has the pool to itself."""
+        full = [n for n, window in zip(self.pages, self.windows) if window is None]
+        return min(full) * self.page_size - self.lookahead if full else self.max_model_len - 1
+
+    def window_pages(self, window: int | None) -> int:
+        """Pages that a lone sequence holds at most while it is fed one token a step in a window group (0: full)."""
+        if window is None:
+            return 0
+        # cells lo - W .. lo + 1 + lookahead, with both ends inside a page, and one page for a copy at a fork
+        return -(-(max(window, 2) + 1 + self.lookahead) // self.page_size) + 2

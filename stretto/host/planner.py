@@ -1,0 +1,274 @@
+"""What runs in the next step: decide, then apply.
+
+    admit     waiting turns take slots while the pool has room for them, in order of rank
+    decide    each running turn is a chunk row or a decode row; `share_budget` gives the caps
+    reserve   pages up to hi + cap; where they are short: idle sessions, waiting turns, then running turns give way
+    launch    caps go in flight; operations and rows become the plan
+
+Who gives way is always the turn of the largest rank, so the smallest rank is never retracted and always ends. A turn
+that was retracted comes back when a turn has ended, or when the pool could hold it beside the growth of all others, of
+which it asks sixteen times more after each retraction: no two turns can go on evicting each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stretto.host.counters import Counters
+from stretto.host.faults import need
+from stretto.host.ledger import Ledger, Reservation
+from stretto.host.limits import HostLimits
+from stretto.host.ops import Ops
+from stretto.host.queue import Queue
+from stretto.host.share import share_budget
+from stretto.host.slots import Slots
+from stretto.host.turn import Turn
+from stretto.wire import Goal, HostDraft, StepPlan
+
+GROWTH = 16  # tokens that admission leaves to every running turn; sixteen times more for each retraction of the waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A turn's part of a step. Built from a Reservation, so there is no row without pages."""
+
+    turn: Turn
+    reservation: Reservation
+    is_chunk: bool
+
+
+class Planner:
+    """`reclaim_idle` takes the pages of one idle session and says whether it found one; `expire` ends a turn that the
+    pool cannot hold any longer."""
+
+    def __init__(self, limits: HostLimits, ledger: Ledger, slots: Slots, queue: Queue, ops: Ops, counters: Counters,
+                 reclaim_idle: Callable[[], bool], expire: Callable[[Turn], None]):
+        self._limits, self._ledger, self._slots, self._queue = limits, ledger, slots, queue
+        self._ops, self._counters = ops, counters
+        self._reclaim_idle, self._expire = reclaim_idle, expire
+        self._seq = 0
+        self._chunk_step_last = False
+        self._refused: tuple[Turn, int, int] | None = None  # the head that found no room, and when
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None where no row can run (operations then wait for the next plan)."""
+        for _ in range(2):  # a turn may have given way to a row that then did not come about: look once more
+            self._admit()
+            rows = self._reserve(*self._decide())
+            if rows:
+                return self._launch(rows)
+        return None
+
+    # -------------------------------------------------------------------------------------------------- admission
+    def _admit(self) -> None:
+        while (turn := self._queue.head) is not None and self._slots.vacant and self._may_look(turn):
+            if not self._find_room(turn):
+                self._refused = self._moment(turn)
+                return
+            assert turn.lease is not None
+            self._queue.remove(turn)
+            if turn.usage.retractions == 0:
+                turn.usage.cached_tokens = min(turn.lease.lo, turn.job.prompt)
+                self._counters.prompt_tokens += turn.job.prompt
+                self._counters.cached_tokens += turn.usage.cached_tokens
+            self._slots.seat(turn, self._ledger.seam(turn.lease))
+
+    def _moment(self, turn: Turn) -> tuple[Turn, int, int]:
+        return turn, self._ledger.returned, self._slots.ended
+
+    def _may_look(self, turn: Turn) -> bool:
+        """Whether anything has changed for this turn since it found no room."""
+        return not self._slots.running or self._refused != self._moment(turn)
+
+    def _find_room(self, turn: Turn) -> bool:
+        """True with a lease on the turn. A turn without room holds no pages that it did not hold before."""
+        adopted = turn.lease is None
+        if turn.lease is None:
+            turn.lease = self._ledger.adopt(turn.tokens, turn.adoptable, turn.job.limit - 1,
+                                            turn.job.request.cache_salt)
+        while not self._has_room(turn):
+            if not self._reclaim(keep=turn):
+                if not self._slots.running:
+                    return True  # it has the pool to itself
+                if adopted:
+                    self._ledger.drop(turn.lease)
+                    turn.lease = None
+                return False
+        return True
+
+    def _has_room(self, turn: Turn) -> bool:
+        """Pages for all ids of the turn, and for the growth of everybody."""
+        again = turn.usage.retractions if turn.ends_seen == self._slots.ended else 0
+        growth = GROWTH * 16 ** min(again, 6)
+        short = [-self._ledger.available(g) for g in range(len(self._limits.pages))]
+        for other in (turn, *self._slots.running):
+            lease = other.lease
+            assert lease is not None
+            upto = min(lease.top, max(len(other.tokens), lease.hi) + growth) + self._lookahead(other)
+            short = [a + b for a, b in zip(short, self._ledger.needed(lease, upto))]
+        return max(short) <= 0
+
+    # ----------------------------------------------------------------------------------------------------- decide
+    def _decide(self) -> tuple[list[tuple[Turn, int]], list[tuple[Turn, int]]]:
+        """(turn, cap) of the chunk rows and of the decode rows."""
+        fills: list[tuple[Turn, int]] = []
+        decoding: list[Turn] = []
+        for turn in self._slots.running:
+            lease = turn.lease
+            assert lease is not None
+            owed = turn.fill_to - lease.lo - lease.flying  # given ids that no launched step covers
+            if owed > 0:
+                fills.append((turn, owed))
+            elif turn.job.goal == Goal.GENERATE and self._may_emit(turn):
+                decoding.append(turn)
+        if not self._limits.mixed and fills and decoding:
+            self._chunk_step_last = not self._chunk_step_last
+            if self._chunk_step_last:
+                decoding = []
+            else:
+                fills = []
+        fills.sort(key=lambda fill: fill[0].job.rank)
+        chunk_caps, tail_caps = self._caps([owed for _, owed in fills], [turn.job.width for turn in decoding])
+        self._rotate(decoding, tail_caps)
+        return ([(turn, cap) for (turn, _), cap in zip(fills, chunk_caps) if cap],
+                [(turn, cap) for turn, cap in zip(decoding, tail_caps) if cap])
+
+    @staticmethod
+    def _may_emit(turn: Turn) -> bool:
+        """Every step in flight that samples emits at least one id: no row beyond what the limit can take.
+        (Chunks in flight sample nothing; counting them delays a row until their result, no more.)"""
+        lease = turn.lease
+        assert lease is not None
+        return not lease.flight or len(turn.tokens) + len(lease.flight) < turn.job.limit
+
+    def _caps(self, fills: list[int], drafts: list[int]) -> tuple[list[int], list[int]]:
+        limits = self._limits
+        return share_budget(fills, drafts, chunk=limits.chunk, budget=limits.budget, policy=limits.cap_policy)
+
+    def _rotate(self, decoding: list[Turn], caps: list[int]) -> None:
+        """Where the budget was short, those it was short for come first in the next step."""
+        if min(caps, default=1) == 0 or (max(caps, default=1) > 1 and min(caps) < max(caps)):
+            self._slots.rotate([turn for turn, cap in zip(decoding, caps) if cap == 1 + turn.job.width])
+
+    # ---------------------------------------------------------------------------------------------------- reserve
+    def _reserve(self, chunks: list[tuple[Turn, int]], tails: list[tuple[Turn, int]]) -> list[Row]:
+        rows: dict[Turn, Row] = {}
+        for is_chunk, wanted in ((True, chunks), (False, tails)):
+            for turn, cap in wanted:
+                if turn.slot < 0:
+                    continue  # retracted for an earlier row
+                reservation = self._reserve_or_retract(turn, cap, rows)
+                if reservation is not None:
+                    self._ops.map(turn.slot, reservation.mapped)
+                    rows[turn] = Row(turn, reservation, is_chunk)
+        return list(rows.values())
+
+    def _reserve_or_retract(self, turn: Turn, cap: int, rows: dict[Turn, Row]) -> Reservation | None:
+        """None where the turn itself gave way, waits for a step in flight, or ended for want of pages."""
+        lease, lookahead = turn.lease, self._lookahead(turn)
+        assert lease is not None
+        while True:
+            reservation = self._ledger.reserve(lease, cap, lookahead)
+            if reservation is not None:
+                return reservation
+            if self._reclaim():
+                continue
+            if len(self._slots.running) == 1:
+                return self._reserve_alone(turn, cap, lookahead)
+            victim = max(self._slots.running, key=lambda t: t.job.rank)
+            rows.pop(victim, None)
+            self._retract(victim)
+            if victim is turn:
+                return None
+
+    def _reserve_alone(self, turn: Turn, cap: int, lookahead: int) -> Reservation | None:
+        """The pool holds nothing else. Steps in flight may slide a window; a smaller chunk may fit; else it is full."""
+        lease = turn.lease
+        assert lease is not None
+        if lease.flight:
+            return None
+        while cap > 1:
+            cap //= 2
+            reservation = self._ledger.reserve(lease, cap, lookahead)
+            if reservation is not None:
+                return reservation
+        self._expire(turn)
+        return None
+
+    def _reclaim(self, keep: Turn | None = None) -> bool:
+        """A pin is a preference: idle sessions first, then waiting turns that hold pages, the last to run first."""
+        if not self._reclaim_idle():
+            turn = self._queue.last_with_lease(but=keep)
+            if turn is None:
+                return False
+            assert turn.lease is not None
+            self._ledger.publish(turn.lease, turn.tokens)
+            self._ledger.drop(turn.lease)
+            turn.lease = None
+        self._counters.reclaimed += 1
+        return True
+
+    def _retract(self, turn: Turn) -> None:
+        """Back to the queue with its ids alone; what it had fed stays in the prefix tree while there is room."""
+        lease = turn.lease
+        assert lease is not None
+        self._counters.retractions += 1
+        turn.usage.retractions += 1
+        turn.ends_seen = self._slots.ended
+        self._ledger.publish(lease, turn.tokens)
+        self._ledger.drop(lease)
+        turn.lease = None
+        self._slots.leave(turn)
+        self._queue.push(turn)
+
+    def _lookahead(self, turn: Turn) -> int:
+        return self._limits.lookahead if turn.job.width and turn.job.goal == Goal.GENERATE else 0
+
+    # ----------------------------------------------------------------------------------------------------- launch
+    def _launch(self, rows: list[Row]) -> StepPlan:
+        planned = 0
+        wire_rows = []
+        for row in rows:
+            turn, reservation = row.turn, row.reservation
+            self._ledger.launch(reservation, self._seq)
+            planned += reservation.q_cap
+            wire_rows.append((turn.slot, turn.epoch, reservation.q_cap))
+        need(planned <= self._limits.budget, f"a step of {planned} tokens; the budget is {self._limits.budget}")
+        self._count(rows, planned)
+        width = 0
+        if self._limits.drafter is not None:
+            self._propose(rows)
+        else:
+            width = max(row.turn.job.width for row in rows)
+        plan = self._ops.take(self._seq, width, wire_rows)
+        self._seq += 1
+        return plan
+
+    def _propose(self, rows: list[Row]) -> None:
+        """A proposal of the host arrives behind up to `depth` steps of K + 1 ids: it must be that much longer."""
+        drafter, limits = self._limits.drafter, self._limits
+        assert drafter is not None
+        for row in rows:
+            turn = row.turn
+            if row.is_chunk or not turn.job.width or len(turn.tokens) == turn.job.prompt:
+                continue
+            width = turn.job.width + (turn.job.width + 1) * limits.depth
+            ids = drafter(turn.tokens, width)[:width]
+            if ids:
+                self._counters.host_drafts += 1
+                self._ops.draft(HostDraft(turn.slot, turn.epoch, len(turn.tokens), ids))
+
+    def _count(self, rows: list[Row], planned: int) -> None:
+        counters = self._counters
+        chunk_caps = [row.reservation.q_cap for row in rows if row.is_chunk]
+        n_tails, chunk_tokens = len(rows) - len(chunk_caps), sum(chunk_caps)
+        counters.steps += 1
+        counters.planned_tokens += planned
+        counters.chunk_rows += len(chunk_caps)
+        counters.chunk_tokens += chunk_tokens
+        counters.decode_rows += n_tails
+        if chunk_caps and n_tails:
+            counters.mixed_steps += 1
+            counters.tail_rows += n_tails
+            counters.tail_tokens += planned - chunk_tokens

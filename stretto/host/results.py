@@ -1,0 +1,282 @@
+"""Applies the result of a step: lengths to the ledger, ids to the turns, outputs to the clients.
+
+    confirm -> prompt scores -> fork of n choices -> text and stop strings -> deliver -> end, or publish and slide
+
+What is delivered is final. Ids behind the end of a turn were never delivered, so there is nothing to take back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from copy import copy
+from dataclasses import dataclass
+from typing import Protocol
+
+from stretto.host.counters import Counters
+from stretto.host.faults import HostFault, need
+from stretto.host.intake import Intake
+from stretto.host.ledger import Ledger
+from stretto.host.limits import HostLimits
+from stretto.host.live import Live
+from stretto.host.ops import Ops
+from stretto.host.queue import Queue
+from stretto.host.session import Sessions
+from stretto.host.slots import Slots
+from stretto.host.turn import ABORT, ERROR, LENGTH, POOL_FULL, STOP, Turn
+from stretto.protocol import Output, TokenLogprob
+from stretto.wire import Goal, RowResult, StepResult, TokenScore
+
+logger = logging.getLogger(__name__)
+
+Ending = tuple[str, int | str | None]  # finish reason, stop reason
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What some pushed ids added to the text."""
+
+    text: str
+    stop: str | None  # the stop string that was completed
+    kept: int  # of the pushed ids, those up to and including the one that completes the stop string
+
+
+class TextStream(Protocol):
+    """Ids to text, one stream a choice; finds stop strings."""
+
+    def push(self, ids: list[int], final: bool) -> TextDelta:
+        """`final`: no more ids will come; whatever was held back is released."""
+        ...
+
+
+class Results:
+    """Ends turns, for whatever reason: by a result, by the client, for want of pages, by a broken check."""
+
+    def __init__(self, limits: HostLimits, ledger: Ledger, slots: Slots, queue: Queue, live: Live, intake: Intake,
+                 sessions: Sessions, ops: Ops, counters: Counters):
+        self._limits, self._ledger, self._slots, self._queue, self._live = limits, ledger, slots, queue, live
+        self._intake, self._sessions, self._ops, self._counters = intake, sessions, ops, counters
+        self._next_seq = 0
+        self._recent: deque[StepResult] = deque(maxlen=8)  # logged with a broken check
+
+    def process(self, result: StepResult) -> list[Output]:
+        need(result.seq == self._next_seq, f"the result of step {result.seq} came; {self._next_seq} is next")
+        self._next_seq += 1
+        self._recent.append(result)
+        outputs: list[Output] = []
+        owner = self._slots.owner
+        for row in result.rows:
+            turn = owner(row.slot, row.epoch)
+            if turn is None:
+                self._counters.stale_results += 1
+                continue
+            try:
+                self._apply(turn, row, result.seq, outputs)
+            except HostFault as fault:
+                outputs += self._quarantine(turn, fault)
+        return outputs
+
+    # ---------------------------------------------------------------------------------------------------- one row
+    def _apply(self, turn: Turn, row: RowResult, seq: int, outputs: list[Output]) -> None:
+        lease, counters = turn.lease, self._counters
+        assert lease is not None
+        self._ledger.confirm(lease, seq, row.length)
+        if row.known != len(turn.tokens) + len(row.new):
+            raise HostFault(f"the device knows {row.known} ids; {len(turn.tokens)} were known, {len(row.new)} emitted")
+        counters.fed_tokens += row.fed
+        if row.prompt_scores and turn.scores is not None:
+            self._collect_scores(turn, row.prompt_scores)
+        if row.new:
+            if turn.unforked:
+                self._fork(turn, row.new)
+            ending = self._deliver(turn, row, outputs)
+            if ending is not None:
+                self._finish(turn, ending, outputs, exact=row.done and row.known == len(turn.tokens))
+                return
+        elif row.done:
+            need(turn.job.goal == Goal.SCORE, "a turn that generates was ended without an id")
+            outputs += self._outputs_at_end(turn, (LENGTH, None), scores=self._take_scores(turn))
+            self._finish(turn, (LENGTH, None), outputs, exact=True)
+            return
+        self._ops.map(turn.slot, self._ledger.publish(lease, turn.tokens))
+        self._ops.map(turn.slot, self._ledger.slide(lease))
+
+    def _deliver(self, turn: Turn, row: RowResult, outputs: list[Output]) -> Ending | None:
+        """Appends what the client gets of this row; says whether, and how, the turn has ended."""
+        new, usage = row.new, turn.usage
+        ending = self._device_ending(turn, new[-1]) if row.done else None
+        text = ""
+        if turn.text is not None:
+            delta = turn.text.push(self._readable(turn, new, ending), row.done)
+            text = delta.text
+            if delta.stop is not None:  # its place is before, or at, whatever ended the turn on the device
+                ending, new = (STOP, delta.stop), new[: delta.kept]
+                self._counters.host_stops += 1
+        turn.tokens += new
+        usage.completion_tokens += len(new)
+        usage.drafted_tokens += row.verified
+        usage.accepted_tokens += len(new) - 1
+        usage.steps += 1
+        self._counters.generated_tokens += len(new)
+        self._counters.drafted += row.verified
+        self._counters.accepted += len(new) - 1
+        reason, stop = ending or (None, None)
+        request = turn.job.request
+        outputs.append(Output(
+            request.rid, turn.job.index, new, text if request.want_text else "", reason, stop, copy(usage),
+            None if request.sampling.logprobs is None else self._logprobs(row, new, request.sampling.logprobs),
+            None if turn.scores is None else self._take_scores(turn)))
+        return ending
+
+    def _device_ending(self, turn: Turn, last: int) -> Ending:
+        """A stop id, or the limit. A stop id below min_tokens cannot be sampled."""
+        job = turn.job
+        if last in job.stop_ids:
+            is_eos = last in self._limits.eos_token_ids and not job.request.sampling.ignore_eos
+            return STOP, None if is_eos else last
+        if job.pool_bound:
+            self._counters.pool_bound += 1
+        return LENGTH, POOL_FULL if job.pool_bound else None
+
+    @staticmethod
+    def _readable(turn: Turn, new: list[int], ending: Ending | None) -> list[int]:
+        """The ids whose text is delivered: not that of a matched stop id, unless the request asked for it."""
+        stopped = ending is not None and ending[0] == STOP
+        return new[:-1] if stopped and not turn.job.request.sampling.include_stop else new
+
+    @staticmethod
+    def _logprobs(row: RowResult, new: list[int], alternatives: int) -> list[TokenLogprob]:
+        need(len(row.new_scores) == len(row.new), f"{len(row.new_scores)} log-probabilities of {len(row.new)} ids")
+        return [_token_logprob(token, score, alternatives) for token, score in zip(new, row.new_scores)]
+
+    # ------------------------------------------------------------------------------------------------ prompt scores
+    def _collect_scores(self, turn: Turn, scores: dict[int, TokenScore]) -> None:
+        """In order of position, each once: after a retraction some are computed again."""
+        alternatives = turn.job.request.sampling.prompt_logprobs
+        assert turn.scores is not None and alternatives is not None
+        for position in sorted(scores):
+            due = turn.job.scores_from + 1 + len(turn.scores)
+            if position >= turn.job.prompt:
+                break
+            if position < due:
+                self._counters.scores_again += 1
+                continue
+            need(position == due, f"the prompt's score at position {position} came; {due} is due")
+            turn.scores.append(_token_logprob(turn.tokens[position], scores[position], alternatives))
+
+    @staticmethod
+    def _take_scores(turn: Turn) -> list[TokenLogprob] | None:
+        """All of them, once; the first prompt id has none."""
+        job, scores = turn.job, turn.scores
+        if scores is None:
+            return None
+        need(len(scores) == job.prompt - 1 - job.scores_from or job.scores_from >= job.prompt,
+             f"{len(scores)} scores of a prompt of {job.prompt} from position {job.scores_from}")
+        turn.scores = None
+        first = [TokenLogprob(turn.tokens[0], None, [], [])] if job.scores_from == 0 else []
+        return first + scores
+
+    # ---------------------------------------------------------------------------------------------------- choices
+    def _fork(self, turn: Turn, new: list[int]) -> None:
+        """The other choices of the request, on the same prompt's pages."""
+        assert turn.lease is not None
+        job = turn.job
+        for index in range(1, 1 + turn.unforked):
+            child = self._intake.choice(turn, index)
+            child.lease, swaps = self._ledger.fork(turn.lease, turn.tokens + new, job.prompt, job.limit - 1)
+            self._ops.map(turn.slot, swaps)
+            self._counters.forks += 1
+            self._counters.forks_without_pages += child.lease is None
+            self._live.add(child)
+            self._queue.push(child)
+        turn.unforked = 0
+
+    # -------------------------------------------------------------------------------------------------------- ends
+    def _finish(self, turn: Turn, ending: Ending, outputs: list[Output], exact: bool) -> None:
+        """`exact`: the device ended the turn where the client sees it end."""
+        lease = turn.lease
+        assert lease is not None
+        if exact:
+            need(lease.lo == len(turn.tokens) - (turn.job.goal == Goal.GENERATE), "an inexact length at a turn's end")
+        self._ledger.settle(lease, len(turn.tokens))
+        if turn.session is not None:
+            outputs += self._sessions.ended(turn, exact)
+        else:
+            self._slots.leave(turn)
+            self._release(turn)
+        self._retire(turn)
+
+    def abort(self, rid: str) -> list[Output]:
+        """Releases every choice of the request at once; what is in flight will find nobody."""
+        outputs: list[Output] = []
+        for turn in self._live.of(rid):
+            self._counters.aborts += 1
+            outputs += self._outputs_at_end(turn, (ABORT, None))
+            outputs += self._withdraw(turn)
+        if not outputs and self._sessions.cancel(rid):
+            outputs.append(Output(rid, 0, [], "", ABORT))
+        return outputs
+
+    def expire(self, turn: Turn) -> list[Output]:
+        """The pool cannot hold one more token of this turn, which has it to itself."""
+        self._counters.pool_bound += 1
+        outputs = self._outputs_at_end(turn, (LENGTH, POOL_FULL))
+        return outputs + self._withdraw(turn)
+
+    def _withdraw(self, turn: Turn) -> list[Output]:
+        if turn.slot >= 0:
+            self._slots.leave(turn)
+        else:
+            self._queue.remove(turn)
+        if turn.lease is not None:
+            self._release(turn)
+        self._retire(turn)
+        return self._sessions.aborted(turn) if turn.session is not None else []
+
+    def _release(self, turn: Turn) -> None:
+        assert turn.lease is not None
+        self._ledger.publish(turn.lease, turn.tokens)
+        self._ledger.drop(turn.lease)
+        turn.lease = None
+
+    def _retire(self, turn: Turn) -> None:
+        self._live.remove(turn)
+        self._slots.ended += 1
+        self._counters.turns += 1
+
+    def _outputs_at_end(self, turn: Turn, ending: Ending, error: str | None = None,
+                        scores: list[TokenLogprob] | None = None) -> list[Output]:
+        """The last output of a turn, and of the choices that were to be forked from it."""
+        indices = (turn.job.index, *range(1, 1 + turn.unforked))
+        return [Output(turn.job.request.rid, index, [], "", *ending, copy(turn.usage), error=error,
+                       prompt_logprobs=scores if index == turn.job.index else None) for index in indices]
+
+    def _quarantine(self, turn: Turn, fault: HostFault) -> list[Output]:
+        """A broken check ends one request with an error; the engine serves on. In tests it is raised."""
+        if self._limits.strict:
+            raise fault
+        self._counters.faults += 1
+        logger.error("request %s: %s; the last results: %s", turn.job.request.rid, fault, list(self._recent))
+        outputs: list[Output] = []
+        for other in self._live.of(turn.job.request.rid):
+            outputs += self._outputs_at_end(other, (ERROR, None), error=f"internal check failed: {fault}")
+            outputs += self._withdraw_broken(other)
+        return outputs
+
+    def _withdraw_broken(self, turn: Turn) -> list[Output]:
+        if turn.slot >= 0:
+            self._slots.leave(turn)
+        elif turn in self._queue:
+            self._queue.remove(turn)
+        lease, turn.lease = turn.lease, None
+        if lease is not None:
+            try:
+                self._ledger.drop(lease)
+            except HostFault:
+                self._ledger.fence(lease)
+        self._retire(turn)
+        return self._sessions.aborted(turn) if turn.session is not None else []
+
+
+def _token_logprob(token: int, score: TokenScore, alternatives: int) -> TokenLogprob:
+    return TokenLogprob(token, score.logprob, score.top_ids[:alternatives], score.top_logprobs[:alternatives])

@@ -1,0 +1,65 @@
+"""A turn: one choice of one request, from its submission to its last output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from stretto.protocol import Request, TokenLogprob, Usage
+from stretto.wire import NEVER, Goal
+
+if TYPE_CHECKING:
+    from stretto.host.ledger import Lease
+    from stretto.host.results import TextStream
+    from stretto.host.session import Session
+
+STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"  # finish reasons
+POOL_FULL = "kv_cache_full"  # stop_reason of a turn that ended because the KV cache holds no more of it
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a turn asks. Fixed at submission."""
+
+    request: Request
+    index: int  # of the choice
+    rank: tuple[int, int, int]  # (priority, serial, index): smaller runs first, the largest is retracted first
+    goal: Goal
+    prompt: int  # ids that were given
+    limit: int  # ids in the end, at most
+    width: int  # most drafts a step
+    seed: int  # unsigned 64 bits
+    stop_ids: tuple[int, ...]
+    scores_from: int = NEVER  # prompt log-probabilities from the logits of this position on
+    pool_bound: bool = False  # the limit is what the KV cache holds, less than what was asked
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """`tokens` are the given ids and every id that was delivered, nothing else."""
+
+    job: Job
+    tokens: list[int]
+    text: TextStream | None = None
+    usage: Usage = field(default_factory=Usage)
+    scores: list[TokenLogprob] | None = None  # of the prompt, until delivered; None: nothing is wanted
+    unforked: int = 0  # choices that wait for this turn's first sampled id
+    session: Session | None = None
+    lease: Lease | None = None
+    slot: int = -1
+    epoch: int = -1
+    fill_to: int = 0  # ids of the log at seating; rows below it only feed
+    ends_seen: int = 0  # turns that had ended when this one was last retracted
+
+    @property
+    def next_score(self) -> int:
+        """The first position whose logits still owe a prompt score; NEVER where none does."""
+        if self.scores is None:
+            return NEVER
+        position = self.job.scores_from + len(self.scores)
+        return position if position < self.job.prompt - 1 else NEVER
+
+    @property
+    def adoptable(self) -> int:
+        """Tokens that a prefix hit may cover: one must be fed, and every owed prompt score needs its position fed."""
+        return min(len(self.tokens) - 1, self.next_score)
