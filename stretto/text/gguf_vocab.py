@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_SPACE = "\u2581"  # how SentencePiece writes a space
 
 _LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
            r"|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -119,16 +120,15 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     if not scores or not kinds or not len(scores) == len(kinds) == len(tokens):
         raise VocabularyError("a GGUF tokenizer of model llama needs a score and a type for every token")
     vocab = {token: i for i, token in enumerate(tokens)}
-    plain = {t for t, kind in zip(tokens, kinds, strict=True) if kind not in (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)}
+    plain = {t for t, kind in zip(tokens, kinds, strict=True) if kind not in (_UNKNOWN, _CONTROL, _BYTE)}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     byte_fallback = _BYTE in kinds
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_merges(vocab, plain, scores), fuse_unk=True,
                                      byte_fallback=byte_fallback, unk_token=tokens[unknown]))
-    space = "\u2581"
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    steps = [normalizers.Prepend(space)] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", space)])
-    decoding: list[Any] = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps = [normalizers.Prepend(_SPACE)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    decoding: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*decoding, decoders.Strip(" ", 1, 0)] if prefix else decoding)
     return tokenizer
 
@@ -145,10 +145,11 @@ def _merges(vocab: Mapping[str, int], plain: set[str], scores: list[float]) -> l
 
 def _add_special(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
     """Control tokens are found in text before anything else and can be left out of decoded text; user-defined ones
-    are found likewise, and are text."""
+    are found likewise, and are text. SentencePiece's own ones with a space are not: they are merged like any other,
+    since in the text that is searched a space is not yet written as they write it."""
     for kind, special in (((_CONTROL, _UNKNOWN), True), ((_USER_DEFINED,), False)):
         added = [AddedToken(token, special=special, normalized=False)
-                 for token, k in zip(tokens, kinds, strict=False) if k in kind]
+                 for token, k in zip(tokens, kinds, strict=False) if k in kind and (special or _SPACE not in token)]
         tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
 
 
