@@ -7,6 +7,7 @@ CUDA graph. The residual stream is updated in place: what must outlive a layer i
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 
@@ -14,25 +15,31 @@ import torch
 import torch.nn.functional as F
 
 from stretto.model.config import ConfigError, RopeConfig
+from stretto.model.matrix import best_matrix
 from stretto.model.weights import Weights
+
+logger = logging.getLogger(__name__)
 
 
 class Linear:
     """y = x W^T + b over one or several matrices of a checkpoint, fused by rows."""
 
     def __init__(self, w: Weights, parts: list[tuple[str, int]], inputs: int, bias: bool = False):
-        self.weight = w.stack([(f"{name}.weight", rows) for name, rows in parts], inputs)
-        self.bias = w.stack([(f"{name}.bias", rows) for name, rows in parts]) if bias else None
-        self._transposed = self.weight.t()
+        weight = w.stack([(f"{name}.weight", rows) for name, rows in parts], inputs)
+        self._parameters = weight, w.stack([(f"{name}.bias", rows) for name, rows in parts]) if bias else None
+        w.then(self._settle)
+
+    def _settle(self) -> None:
+        self._matrix = best_matrix(*self._parameters)
+        del self._parameters
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, inputs] -> [T, rows]."""
-        return F.linear(x, self.weight, self.bias)
+        return self._matrix(x)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual += self(x), in place and with one rounding; returns `residual`."""
-        residual.addmm_(x, self._transposed)
-        return residual if self.bias is None else residual.add_(self.bias)
+        """residual += self(x), in place; returns it."""
+        return self._matrix.add_to(residual, x)
 
 
 class RMSNorm:
@@ -194,7 +201,8 @@ class Embedding:
     """ids [T] -> [T, hidden], a fresh tensor."""
 
     def __init__(self, w: Weights, name: str, vocab: int, hidden: int):
-        self.weight = w.take(f"{name}.weight", vocab, hidden)
+        self.name = f"{name}.weight"
+        self.weight = w.take(self.name, vocab, hidden)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
@@ -202,14 +210,26 @@ class Embedding:
 
 class Head:
     """Hidden states -> float32 logits. With tied embeddings it is the embedding matrix, and a copy of it that the
-    checkpoint may hold is left alone; otherwise the checkpoint must hold a matrix of its own."""
+    checkpoint may hold is left alone; otherwise the checkpoint must hold a matrix of its own. A config that ties and a
+    checkpoint that holds another matrix contradict each other: the checkpoint is believed, as transformers does."""
 
     def __init__(self, w: Weights, name: str, embedding: Embedding, tied: bool):
+        own = f"{name}.weight"
+        if tied and w.differ(own, embedding.name):
+            logger.warning("the config ties the head to the embedding, but %s differs from %s: the head of the checkpoint "
+                           "is used; set tie_word_embeddings to false to say so", own, embedding.name)
+            tied = False
         if tied:
             self.weight = embedding.weight
-            w.ignore(f"{name}.weight")
+            w.ignore(own)
         else:
-            self.weight = w.take(f"{name}.weight", *embedding.weight.shape)
+            self.weight = w.take(own, *embedding.weight.shape)
+        w.then(self._settle)
+
+    def _settle(self) -> None:
+        """A tied head may be packed as well: the embedding stays as it is, for its rows are looked up."""
+        self._matrix = best_matrix(self.weight)
+        del self.weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.weight).float()
+        return self._matrix(hidden).float()

@@ -13,7 +13,6 @@ import torch
 
 from stretto.model.api import CausalModel
 from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config, served_positions
-from stretto.model.fallback import load_fallback
 from stretto.model.gguf import GGUFSource, gguf_config
 from stretto.model.registry import NATIVE, find_builder
 from stretto.model.source import SafetensorsSource, WeightSource
@@ -35,6 +34,8 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, pr
         return build_model(ModelConfig.from_hf(gguf_config(path)), source, dtype, device, progress, context)
     raw, generation = read_config(path)
     if find_builder(architecture_of(raw)) is None:
+        from stretto.model.fallback import load_fallback  # imports transformers, which takes seconds
+
         return load_fallback(path, raw, generation, dtype=dtype, device=device, progress=progress, context=context)
     config = ModelConfig.from_hf(raw, generation)
     return build_model(config, SafetensorsSource(path), dtype, device, progress, context)

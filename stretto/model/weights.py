@@ -58,6 +58,12 @@ class Weights:
         """Tensors that a checkpoint may hold and this model does not need."""
         self._ignored.update(names)
 
+    def differ(self, name: str, other: str) -> bool:
+        """True if the source holds both tensors and they are not equal. Reads them."""
+        if not {name, other} <= self._names:
+            return False
+        return not torch.equal(self._source.tensor(name), self._source.tensor(other))
+
     def then(self, action: Callable[[], None]) -> None:
         """Called once all parameters are filled: for what is computed from them."""
         self._after.append(action)
@@ -87,7 +93,7 @@ class Weights:
             done += copy.target.numel()
             if progress is not None:
                 progress(done, total)
+        self._copies.clear()
         for action in self._after:
             action()
-        self._copies.clear()
         self._after.clear()
