@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from stretto.attn.api import GroupSpec, LayerSpec
@@ -20,6 +22,13 @@ def bytes_per_token(layers: Sequence[LayerSpec], group: GroupSpec, dtype: torch.
     return sum(2 * layers[i].n_kv_heads * layers[i].head_dim * dtype.itemsize for i in group.layers)
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. In host memory they come from calloc, so that a page of it costs nothing until it is written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+
+
 class KVCache:
     """k[i] and v[i]: [pages of the layer's group + 1, page_size, Hkv, D]."""
 
@@ -28,8 +37,8 @@ class KVCache:
         self.groups, self.pages, self.page_size, self.dtype = tuple(groups), tuple(pages), page_size, dtype
         self.group_of = {layer: g for g, group in enumerate(groups) for layer in group.layers}
         shapes = [(pages[self.group_of[i]] + 1, page_size, s.n_kv_heads, s.head_dim) for i, s in enumerate(layers)]
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.k = [_zeros(shape, dtype, device) for shape in shapes]
+        self.v = [_zeros(shape, dtype, device) for shape in shapes]
 
     def write(self, layer: int, cells: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """k, v [T, Hkv, D] into `cells` [T] (page * page_size + offset); padding tokens write to the null page."""

@@ -78,9 +78,7 @@ class Runner:
 
     def _forward(self, plan: PackedPlan[torch.Tensor], step: RaggedStep, rows: list[Features],
                  sizes: Sizes) -> torch.Tensor:
-        taps = dict.fromkeys(self.tap_names, step.q_len)  # names wanted; the model puts its hidden states there
-        attend = StepAttention(step, self.model.layers, self.kv, self.backend)
-        hidden = self.model.forward(step.ids, step.positions, attend, taps or None)
+        hidden, taps = self._model(step)
         logits = self.model.logits(hidden[step.out_tokens])
         where = sampled_positions(step, self.table)
         sampled = sample(process(logits, where, self.table, rows), where, rows, step.out_rows)
@@ -90,6 +88,15 @@ class Runner:
         self.table.commit(step.slots, outcome)
         offered, offer_width = self._draft(step, taps, plan.draft_width)
         return self._record(plan, step, rows, outcome, (offered, offer_width), (new_scores, prompt_scores), sizes)
+
+    def _model(self, step: RaggedStep) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Hidden states [T, hidden_size] and the drafter's taps. A step whose rows had all ended feeds nothing."""
+        taps = dict.fromkeys(self.tap_names, step.q_len)  # names wanted; the model puts its hidden states there
+        if len(step.ids) == 0:
+            nothing = torch.zeros(0, self.model.hidden_size, dtype=self.model.dtype, device=step.ids.device)
+            return nothing, dict.fromkeys(taps, nothing)
+        attend = StepAttention(step, self.model.layers, self.kv, self.backend)
+        return self.model.forward(step.ids, step.positions, attend, taps or None), taps
 
     def _draft(self, step: RaggedStep, taps: dict[str, torch.Tensor], width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The drafter sees every row of every step, and proposes when asked."""

@@ -41,13 +41,13 @@ class EngineCore:
         if plan is not None:
             self.device.launch(pack_plan(plan))
             self.in_flight += 1
-        outputs: list[Output] = []
+        outputs = self.host.take_outputs()
         if self.in_flight > (self.depth if plan is not None else 0):
             before = time.perf_counter()
             packed = self.device.collect()
             self.wait_seconds += time.perf_counter() - before
             self.in_flight -= 1
-            outputs = self.host.process(unpack_result(packed))
+            outputs += self.host.process(unpack_result(packed))
         self.busy_seconds += time.perf_counter() - started
         return outputs
 

@@ -1,0 +1,29 @@
+"""Which attention backend serves a model on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from stretto.attn.api import AttentionBackend, LayerSpec
+from stretto.attn.torch_ragged import TorchRagged
+from stretto.compat import ConfigError, attention_component, attention_features, check
+
+
+def choose_backend(layers: Sequence[LayerSpec], page_size: int, device: torch.device,
+                   dtype: torch.dtype) -> AttentionBackend:
+    """Torch on a CPU, Triton on CUDA. Raises compat.ConfigError, naming both sides, where the layers, the page size or
+    the device need what the backend does not have."""
+    backend: AttentionBackend
+    if device.type == "cuda":
+        from stretto.attn.triton_ragged import TritonRagged  # imports triton, which CPU installations may lack
+
+        name, backend = "triton", TritonRagged()
+    else:
+        name, backend = "torch", TorchRagged()
+    refusals = check(attention_features(layers, page_size, device.type, graphs=False),
+                     [attention_component(name, backend.caps)])
+    if refusals:
+        raise ConfigError(refusals)
+    return backend

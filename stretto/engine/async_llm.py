@@ -1,0 +1,73 @@
+"""The Python interface for asyncio: many callers, one engine on a thread of this process.
+
+    async with await AsyncLLM.start("path/or/hub-id") as llm:
+        async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
+            print(output.text, end="")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from stretto.config import Config
+from stretto.engine.build import build_core, prepare
+from stretto.engine.inprocess import InProcessEngine
+from stretto.engine.llm import Message, Prompt, make_config
+from stretto.params import SamplingParams
+from stretto.protocol import EngineInfo, EngineStats, Output, Request
+from stretto.text.tokenizer import Tokenizer, load_tokenizer
+
+
+class AsyncLLM:
+    """Made by `await AsyncLLM.start(...)`; used on the event loop that started it."""
+
+    def __init__(self, engine: InProcessEngine, tokenizer: Tokenizer):
+        self.engine, self.tokenizer = engine, tokenizer
+
+    @classmethod
+    async def start(cls, model: str | None = None, *, config: Config | None = None, **options: Any) -> AsyncLLM:
+        """Options as for `LLM`. Raises what `prepare` raises, and EngineDead if the engine cannot start."""
+        if config is not None and (model is not None or options):
+            raise TypeError("give either config or model and options")
+        prepared = await asyncio.to_thread(prepare, config or make_config(model, options))
+        engine = await InProcessEngine.start(partial(build_core, prepared))
+        return cls(engine, load_tokenizer(prepared.tokenizer_path))
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, *,
+                 request_id: str | None = None) -> AsyncIterator[Output]:
+        """Outputs of every choice as they come. Closing the iterator aborts the request. Raises RequestError."""
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self.engine.generate(Request(rid=request_id or uuid.uuid4().hex, tokens=tokens,
+                                            sampling=sampling or SamplingParams(), arrival=time.monotonic()))
+
+    def chat(self, messages: Sequence[Message], sampling: SamplingParams | None = None, *,
+             request_id: str | None = None, **template: Any) -> AsyncIterator[Output]:
+        """Answers a conversation. `template`: further arguments of the chat template."""
+        tokens = self.tokenizer.apply_chat_template([dict(m) for m in messages], **template)
+        return self.generate(tokens, sampling, request_id=request_id)
+
+    async def abort(self, request_id: str) -> bool:
+        return await self.engine.abort(request_id)
+
+    async def stats(self) -> EngineStats:
+        return await self.engine.stats()
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        await self.close()

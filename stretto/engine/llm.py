@@ -1,0 +1,169 @@
+"""The Python interface: a model in this process, without a server.
+
+    with LLM("path/or/hub-id") as llm:
+        for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+            print(completion.text)
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import TracebackType
+from typing import Any
+
+from stretto.config import Config
+from stretto.engine.build import Prepared, build_core, prepare
+from stretto.engine.core import EngineCore
+from stretto.params import SamplingParams
+from stretto.protocol import EngineInfo, Output, Request, TokenLogprob, Usage
+from stretto.text.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass
+class Completion:
+    """One choice of one prompt."""
+
+    index: int
+    prompt_tokens: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    usage: Usage | None = None
+
+    def add(self, output: Output) -> None:
+        self.text += output.text
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.prompt_logprobs += output.prompt_logprobs or []
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        self.usage = output.usage or self.usage
+
+
+class GenerationError(RuntimeError):
+    """A request that ended with an error of the engine; the message carries the cause."""
+
+
+def make_config(model: str | None, options: Mapping[str, Any]) -> Config:
+    """A Config from flat options, named as the fields of its sections. Raises TypeError for one that is none."""
+    config, left = Config(), dict(options)
+    if model is not None:
+        left["model"] = model
+    for section in fields(Config):
+        old = getattr(config, section.name)
+        mine = {f.name: left.pop(f.name) for f in fields(old) if f.name in left}
+        config = replace(config, **{section.name: replace(old, **mine)})
+    if left:
+        known = sorted(f.name for section in fields(Config) for f in fields(getattr(config, section.name)))
+        raise TypeError(f"unknown option {', '.join(left)}; known: {', '.join(known)}")
+    return config
+
+
+class LLM:
+    """A model and its engine, stepped on the caller's thread. Not thread-safe; `AsyncLLM` is for concurrent callers.
+
+    Options are the fields of the sections in `stretto.config`, such as max_model_len=4096 or speculation="ngram"."""
+
+    def __init__(self, model: str | None = None, *, config: Config | None = None, **options: Any):
+        if config is not None and (model is not None or options):
+            raise TypeError("give either config or model and options")
+        self.prepared: Prepared = prepare(config or make_config(model, options))
+        self.core: EngineCore = build_core(self.prepared)
+        self.tokenizer: Tokenizer = load_tokenizer(self.prepared.tokenizer_path)
+        self._serial = itertools.count()
+        self._readers: dict[str, deque[Output]] = {}
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.core.info
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.core.close()
+
+    def generate(self, prompts: Prompt | Sequence[Prompt],
+                 sampling: SamplingParams | Sequence[SamplingParams] | None = None) -> list[Completion]:
+        """Completes every prompt (text or token ids), all in one batch. A prompt's n choices follow each other.
+
+        Raises RequestError for a request that cannot be served, before any of them runs."""
+        listed = self._listed(prompts)
+        requests = self._requests([self._tokens(p) for p in listed], sampling)
+        completions = {(r.rid, i): Completion(i, r.tokens) for r in requests for i in range(r.sampling.n)}
+        for output in self._run(requests):
+            completions[output.rid, output.index].add(output)
+        return list(completions.values())
+
+    def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
+             sampling: SamplingParams | None = None, **template: Any) -> list[Completion]:
+        """Answers one conversation, or each of several. `template`: further arguments of the chat template."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = messages if several else [messages]
+        prompts = [self.tokenizer.apply_chat_template(list(c), **template) for c in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling)
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Output]:
+        """Outputs of one prompt as they come. Closing the iterator aborts the request."""
+        yield from self._run(self._requests([self._tokens(prompt)], sampling))
+
+    @staticmethod
+    def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            return [prompts]  # type: ignore[list-item]
+        return list(prompts)  # type: ignore[arg-type]
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _requests(self, prompts: list[list[int]],
+                  sampling: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
+        each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(each)} sampling parameters: give one, or one for each")
+        return [Request(rid=f"llm-{next(self._serial)}", tokens=tokens, sampling=params, arrival=time.monotonic())
+                for tokens, params in zip(prompts, each, strict=True)]
+
+    def _run(self, requests: list[Request]) -> Iterator[Output]:
+        """Steps the engine until these requests are done; aborts what is left when the caller stops early. Outputs of
+        other streams of this object, which may be open at the same time, wait for their own readers."""
+        unfinished = {request.rid: request.sampling.n for request in requests}
+        mine: deque[Output] = deque()
+        try:
+            for request in requests:
+                self.core.submit(request)
+                self._readers[request.rid] = mine
+            while unfinished:
+                while not mine:
+                    self._step()
+                output = mine.popleft()
+                if output.finish_reason is not None:
+                    unfinished[output.rid] -= 1
+                    if not unfinished[output.rid]:
+                        del unfinished[output.rid]
+                if output.finish_reason == "error":
+                    raise GenerationError(output.error or "the engine failed")
+                yield output
+        finally:
+            for request in requests:
+                self._readers.pop(request.rid, None)
+            for rid in unfinished:
+                self.core.abort(rid)
+
+    def _step(self) -> None:
+        for output in self.core.step():
+            if output.rid in self._readers:
+                self._readers[output.rid].append(output)

@@ -1,0 +1,146 @@
+"""Whole engines around tiny random models, with transformers as the oracle."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from stretto.attn.torch_ragged import TorchRagged
+from stretto.device.kv import KVCache, group_layers
+from stretto.device.runner import Runner
+from stretto.device.slots import SlotTable
+from stretto.device.streams import make_device
+from stretto.engine.core import EngineCore
+from stretto.host.half import HostHalf
+from stretto.host.limits import HostLimits
+from stretto.model.api import CausalModel
+from stretto.model.load import load_model
+from stretto.params import SamplingParams
+from stretto.protocol import EngineInfo, Output, Request
+from stretto.spec.api import Drafter
+
+VOCAB, CONTEXT, MARGIN = 300, 256, 1e-3
+
+SHAPE = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=False)
+
+
+def family(name: str, window: int | None) -> tuple[type, transformers.PretrainedConfig]:
+    """(model class, configuration) of a tiny model; `window`: a sliding window on all its layers, or on some."""
+    t = transformers
+    mixed = ["full_attention", "sliding_attention", "sliding_attention"] if window else ["full_attention"] * 3
+    qwen_window = dict(use_sliding_window=bool(window), sliding_window=window, layer_types=mixed)
+    made = {
+        "llama": lambda: (t.LlamaForCausalLM, t.LlamaConfig(**SHAPE)),
+        "mistral": lambda: (t.MistralForCausalLM, t.MistralConfig(**SHAPE, sliding_window=window)),
+        "qwen2": lambda: (t.Qwen2ForCausalLM, t.Qwen2Config(**SHAPE, **qwen_window)),
+        "qwen3": lambda: (t.Qwen3ForCausalLM, t.Qwen3Config(**SHAPE, head_dim=16, **qwen_window)),
+        "olmo2": lambda: (t.Olmo2ForCausalLM, t.Olmo2Config(**SHAPE)),  # through the fallback
+        "gemma2": lambda: (t.Gemma2ForCausalLM, t.Gemma2Config(**SHAPE, head_dim=16, sliding_window=window or CONTEXT,
+                                                               query_pre_attn_scalar=16)),  # fallback: soft-cap, windows
+    }
+    return made[name]()
+
+
+def save_tiny(folder: Path, name: str, window: int | None = None) -> transformers.PreTrainedModel:
+    """Saves a random model whose best logit leads clearly; returns transformers' own, the oracle."""
+    torch.manual_seed(5)
+    cls, config = family(name, window)
+    oracle = cls(config).eval()
+    with torch.no_grad():
+        for p in oracle.parameters():
+            p.mul_(4 if p.ndim > 1 else 1)
+        oracle.lm_head.weight.mul_(20)
+    oracle.save_pretrained(folder)
+    return oracle
+
+
+@dataclass
+class Oracle:
+    """A tiny model in both forms. `answers` are cached greedy sequences, with the margin rule checked."""
+
+    model: CausalModel
+    reference: transformers.PreTrainedModel
+
+    @classmethod
+    def make(cls, folder: Path, name: str, window: int | None = None) -> Oracle:
+        reference = save_tiny(folder, name, window)
+        return cls(load_model(folder, dtype=torch.float32, device=torch.device("cpu")), reference)
+
+    def answer(self, prompt: list[int], n: int) -> list[int]:
+        """n greedy ids. Asserts that no two best logits are within the margin, so that rounding decides nothing."""
+        made = self.reference.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False, eos_token_id=None,
+                                       pad_token_id=0, output_logits=True, return_dict_in_generate=True)
+        best = torch.stack(made.logits)[:, 0].topk(2, -1).values
+        assert float((best[:, 0] - best[:, 1]).min()) > MARGIN, "the oracle itself is undecided: change the prompt"
+        return made.sequences[0].tolist()[len(prompt):]
+
+
+def make_core(model: CausalModel, *, page_size: int = 16, pool_tokens: int = 4096, overlap: bool = True,
+              drafter: Drafter | None = None, slots: int = 9, text=None, poison: bool = False,
+              window_pages: int | None = None, **limits) -> EngineCore:
+    """An engine whose pool holds `pool_tokens` in every group. Freed pages are unreadable where `poison` is set."""
+    groups = group_layers(model.layers)
+    full = -(-pool_tokens // page_size)
+    pages = tuple(full if g.window is None or window_pages is None else window_pages for g in groups)
+    kv = KVCache(model.layers, groups, pages, page_size, model.dtype, model.device)
+    context = min(CONTEXT, model.max_position)
+    table = SlotTable(slots, context, page_size, len(groups), model.device)
+    width = drafter.caps.max_width if drafter else 0
+    host = HostLimits(page_size=page_size, pages=pages, windows=tuple(g.window for g in groups), max_slots=slots,
+                      max_model_len=context, width=width, depth=int(overlap), poison=poison,
+                      lookahead=drafter.caps.lookahead if drafter else 0, **{"seeds": random.Random(0)} | limits)
+    runner = Runner(model, TorchRagged(), kv, table, drafter)
+    info = EngineInfo(model_name="tiny", vocab_size=model.vocab_size, max_model_len=context, max_num_seqs=slots - 1,
+                      kv_tokens=host.kv_tokens, eos_token_ids=sorted(host.eos_token_ids), speculation_tokens=width)
+    return EngineCore(HostHalf(host, text), make_device(runner, overlap), info, int(overlap))
+
+
+def greedy(n: int, **more) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=n, **more)
+
+
+@dataclass
+class Run:
+    """Feeds requests to a core and collects what comes back. Checks the books after every step."""
+
+    core: EngineCore
+
+    def __post_init__(self) -> None:
+        self.outputs: dict[tuple[str, int], list[Output]] = {}
+
+    def submit(self, rid: str, tokens: list[int], sampling: SamplingParams, **more) -> None:
+        self.core.submit(Request(rid=rid, tokens=list(tokens), sampling=sampling, want_text=False, **more))
+
+    def step(self, n: int = 1) -> None:
+        for _ in range(n):
+            self.note(self.core.step())
+
+    def note(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            self.outputs.setdefault((output.rid, output.index), []).append(output)
+
+    def finish(self, most: int = 20_000) -> None:
+        """Until idle; then every page must be free or evictable, page by page."""
+        for _ in range(most):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert not self.core.has_work, f"not idle after {most} steps"
+        self.core.host.audit()
+        _, gauges = self.core.host.stats()
+        assert not any(v for k, v in gauges.items() if k.startswith("pages_used")), "pages are held with nothing running"
+
+    def ids(self, rid: str, index: int = 0) -> list[int]:
+        return [t for output in self.outputs[rid, index] for t in output.token_ids]
+
+    def reason(self, rid: str, index: int = 0) -> str | None:
+        return self.outputs[rid, index][-1].finish_reason
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return self.core.host.stats()[0]
