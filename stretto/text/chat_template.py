@@ -23,9 +23,10 @@ from jinja2 import nodes
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_STEPS = 2_000_000  # loop turns, calls and text operations of one rendering
+MAX_STEPS = 1_000_000  # loop turns, calls and text operations of one rendering
 MAX_SECONDS = 10.0
 MAX_CHARACTERS = 32_000_000  # of one rendering, and of any text made on the way
+MAX_BITS = 10_000  # of a whole number
 _DEADLINE_EVERY = 256  # steps between two looks at the clock
 
 
@@ -93,6 +94,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.budget.step()
         if isinstance(value, (str, list, tuple)) and len(value) > MAX_CHARACTERS:
             raise TemplateTooLong(f"the chat template makes a text of more than {MAX_CHARACTERS} characters")
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise TemplateTooLong(f"the chat template makes a number of more than {MAX_BITS} bits")
         return value
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,10 +108,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*" and _size(left) * _size(right) > MAX_CHARACTERS:
+        if operator == "*" and _is_text(left) + _is_text(right) == 1 and _size(left) * _size(right) > MAX_CHARACTERS:
             raise TemplateTooLong(f"the chat template makes a text of more than {MAX_CHARACTERS} characters")
-        if operator == "**" and isinstance(right, int) and abs(right) > 1000:
-            raise TemplateTooLong(f"the chat template raises to the power {right}; the limit is 1000")
+        whole = isinstance(left, int) and isinstance(right, int)
+        if operator == "**" and whole and left.bit_length() * right > MAX_BITS:
+            raise TemplateTooLong(f"the chat template makes a number of more than {MAX_BITS} bits")
         return self._measured(super().call_binop(context, operator, left, right))
 
 
@@ -128,11 +132,13 @@ class _Counted:
             yield value
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, (str, list, tuple))
+
+
 def _size(value: Any) -> int:
-    """For a product: the length of a sequence; the value of a number that multiplies one."""
-    if isinstance(value, (str, list, tuple)):
-        return len(value)
-    return 1 if isinstance(value, float) else abs(int(value)) if isinstance(value, int) else 1
+    """How often a factor of a product repeats the other one; the length of a text."""
+    return len(value) if _is_text(value) else value if isinstance(value, int) else 1
 
 
 def _filtered(node: Any, name: str) -> nodes.Filter:

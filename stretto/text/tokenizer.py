@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from stretto.text.chat_template import ChatTemplate, ChatTemplateError
@@ -127,6 +127,8 @@ def _from_gguf(path: Path) -> TokenizerParts:
 
 
 def _from_folder(folder: Path) -> TokenizerParts:
+    """tokenizer.json decides what is put around a text. As in transformers 5, add_bos_token and add_eos_token of
+    tokenizer_config.json have no say where there is a tokenizer.json."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         others = [n for n in ("tokenizer.model", "tekken.json", "vocab.json") if (folder / n).is_file()]
@@ -143,9 +145,6 @@ def _from_folder(folder: Path) -> TokenizerParts:
     declared = {**_json(folder / "special_tokens_map.json"), **config}
     special = {name: text for name in _NAMED if (text := _text(declared.get(name))) is not None}
     _add_tokens(backend, config, special)
-    if "add_bos_token" in config or "add_eos_token" in config:
-        _set_frame(backend, special.get("bos_token") if config.get("add_bos_token") else None,
-                   special.get("eos_token") if config.get("add_eos_token") else None)
     return TokenizerParts(backend, _templates(folder, config), special, _eos_ids(folder))
 
 
@@ -163,17 +162,6 @@ def _add_tokens(backend: Backend, config: Mapping[str, Any], special: Mapping[st
     for text in dict.fromkeys([*special.values(), *(t for t in map(_text, extra) if t is not None)]):
         if text not in marked:
             backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
-
-
-def _set_frame(backend: Backend, before: str | None, after: str | None) -> None:
-    """The configuration says by name which tokens `add_special_tokens` puts around a text, whatever tokenizer.json
-    does (old files leave it to the tokenizer's class)."""
-    frame = [token for token in (before, after) if token is not None]
-    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(frame)]
-    if missing := [token for token, i in ids if i is None]:
-        raise TokenizerError(f"tokenizer_config.json adds {missing[0]!r} to texts, which is not in the vocabulary")
-    single = [token for token in (before, "$A", after) if token is not None]
-    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
