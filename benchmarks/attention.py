@@ -159,22 +159,20 @@ def read_rate() -> float:
 
 
 def measure(batch: Batch, layer: LayerSpec, config: KernelConfig | None, ref: torch.Tensor | None) -> dict:
-    """Times of plan, of attend with its join, and of the join alone; error against the reference."""
+    """Times of plan and of attend; error against the reference, after all the timed launches."""
     backend = TritonRaggedBackend(torch.device("cuda"), batch.q.dtype, config)
     meta = backend.metadata(batch.step, 0, layer)
 
     def attend() -> torch.Tensor:
         return backend.attend(layer, batch.q, batch.k_cache, batch.v_cache, batch.step, 0, meta)
 
-    out = attend()
     result = {"batch": batch.name, "window": layer.window, "softcap": layer.softcap,
-              "config": dataclasses.asdict(meta.config), "items": meta.counts[:3].tolist()}
-    if ref is not None:
-        result["error"] = float((out.float() - ref).norm() / ref.norm())
+              "config": dataclasses.asdict(meta.config), "items": meta.counts[:2].tolist()}
     result["attend_us"] = graph_time(attend, LAUNCHES)
     result["attend_once_us"] = graph_time(attend)
-    result["join_us"] = graph_time(lambda: backend.launch_join(out, layer, batch.step, meta, None), LAUNCHES)
     result["plan_us"] = graph_time(lambda: backend.metadata(batch.step, 0, layer), LAUNCHES)
+    if ref is not None:
+        result["error"] = float((attend().float() - ref).norm() / ref.norm())
     return result
 
 
@@ -197,31 +195,17 @@ def sdpa_times(n: int) -> dict:
 # ------------------------------------------------------------------------------------------------------------ sweep
 def sweep_configs() -> Iterator[KernelConfig]:
     """Tiles, warps and programs first (each compiles), then splits (which do not)."""
-    t, base = Tile, KernelConfig(Tile(16, 64, 3), Tile(32, 64, 3), Tile(64, 64, 3), 4, 2, 512)
-    few = {f"{k}/{st}": dict(small=t(16, k, st), medium=t(32, k, st))
-           for k, st in ((64, 2), (64, 3), (64, 4), (64, 5), (128, 2), (128, 3), (32, 4), (32, 6))}
-    l64, l128 = dict(large=t(128, 64, 3), large_warps=8), dict(large=t(128, 128, 2), large_warps=8)
-    l642 = dict(large=t(128, 64, 2), large_warps=8)
-    options = [
-        dict(), dict(dynamic=False), dict(transpose=True), few["64/4"], dict(medium=t(64, 64, 3)),
-        dict(small=t(32, 64, 3)), {**few["64/4"], "dynamic": False},
-        {**few["64/4"], "registers": 168, **l64}, {**few["64/3"], "registers": 168, **l64},
-        {"transpose": True, "registers": 168, **l64}, {**few["64/3"], "registers": 128, "programs_per_sm": 3, **l64},
-        {**few["64/3"], "registers": 168, "programs_per_sm": 3, **l642},
-        {**few["64/3"], "registers": 168, "programs_per_sm": 3, "large_warps": 4, "large_programs": 2},
-        {**few["64/4"], "registers": 255, **l64, "large_registers": 255},
-        {**few["64/4"], "registers": 168, **l128}, {**few["64/5"], "registers": 168, **l64},
-        {**few["128/3"], "registers": 168, "programs_per_sm": 1, **l642},
-        {**few["128/2"], "registers": 168, "programs_per_sm": 3, **l642},
-        {**few["32/6"], "registers": 128, "programs_per_sm": 4, **l642},
-        {**few["32/4"], "registers": 128, "programs_per_sm": 4, **l642},
-        {**few["64/2"], "transpose": True, "registers": 168, "programs_per_sm": 3, **l642},
-        {**few["64/4"], "registers": 168, "dynamic": False, **l64},
-        {**few["64/4"], "registers": 168, "warps": 2, "programs_per_sm": 2, **l64},
-        {**few["64/4"], "registers": 255, "warps": 2, "programs_per_sm": 3, **l642},
-    ]
-    for split, option in itertools.product((512, 1024), options):
-        yield dataclasses.replace(base, split_keys=split, **option)
+    chunks = [Tile(128, 64, 3, 8, 1, 168), Tile(128, 64, 2, 8, 1, 168), Tile(128, 64, 3, 8, 1, 255),
+              Tile(128, 32, 4, 8, 1, 168), Tile(256, 32, 3, 8, 1, 255), Tile(256, 64, 2, 8, 1, 255),
+              Tile(64, 64, 3, 4, 1, 168), Tile(64, 64, 2, 4, 2, 168)]
+    few = [Tile(64, 64, 3, 4, 2, 255), Tile(64, 64, 3, 4, 2, 168), Tile(64, 64, 2, 4, 2, 168), Tile(64, 32, 4, 4, 2, 168),
+           Tile(64, 32, 3, 4, 3, 168), Tile(16, 64, 3, 4, 2, 168), Tile(16, 64, 3, 4, 3, 168), Tile(16, 64, 4, 4, 2, 168),
+           Tile(16, 32, 4, 4, 4, 128), Tile(16, 32, 4, 4, 3, 168), Tile(16, 32, 3, 4, 4, 128), Tile(16, 32, 5, 4, 3, 168),
+           Tile(32, 64, 3, 4, 2, 168), Tile(32, 64, 3, 4, 3, 168), Tile(32, 32, 4, 4, 3, 168), Tile(64, 32, 5, 4, 2, 168)]
+    for split, tile in itertools.product((512, 1024), few):
+        yield KernelConfig(tile, chunks[0], split)
+    for tile, chunk in itertools.product((few[0], few[2]), chunks[1:]):
+        yield KernelConfig(tile, chunk)
 
 
 def _compile(config: KernelConfig) -> str | None:
@@ -240,7 +224,7 @@ def _compile(config: KernelConfig) -> str | None:
 def run_sweep(configs: list[KernelConfig], workers: int) -> list[dict]:
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         failures = pool.map(_compile, configs, chunksize=1)
-    names = ("decode", "verify", "mixed", "tails", "chunks", "prompt 8192")
+    names = ("decode", "verify", "mixed", "tails", "chunks", "prompt 8192", "decode 1 x 1024", "decode 8 x 1024")
     batches = [make_batch(name, LLAMA_8B) for name in names]
     refs = [reference(b, LLAMA_8B) for b in batches]
     results = []
@@ -251,16 +235,14 @@ def run_sweep(configs: list[KernelConfig], workers: int) -> list[dict]:
             continue
         rows = [measure(b, LLAMA_8B, config, ref) for b, ref in zip(batches, refs, strict=True)]
         results += rows
-        print(short_name(config), *(f"{r['attend_us']:7.1f}" for r in rows), " join",
-              *(f"{r['join_us']:5.1f}" for r in rows), f" error {max(r['error'] for r in rows):.1e}", flush=True)
+        print(short_name(config), *(f"{r['attend_us']:7.1f}" for r in rows), f" error {max(r['error'] for r in rows):.1e}", flush=True)
     return results
 
 
 def short_name(config: KernelConfig) -> str:
-    tiles = " ".join(f"{t.rows}x{t.keys}/{t.stages}" for t in (config.small, config.medium, config.large))
-    return (f"{tiles} w{config.warps} p{config.programs_per_sm} s{config.split_keys} T{config.transpose:d}"
-            f" D{config.dynamic:d} r{config.registers} L{config.large_warps} {config.large_registers}"
-            f" {config.large_programs}")
+    tiles = " ".join(f"{t.rows}x{t.keys}/{t.stages} w{t.warps} p{t.programs} r{t.registers}"
+                     for t in (config.few, config.chunk))
+    return f"{tiles} s{config.split_keys}"
 
 
 def run_table(config: KernelConfig | None) -> list[dict]:

@@ -15,35 +15,32 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from stretto.attn.api import AttnCaps, LayerSpec
-from stretto.attn.tiles import INTERPRETER, KernelConfig, kernel_config, padded
-from stretto.attn.triton_kernels import ITEM_WORDS, LOG2E, attend_kernel, join_kernel, plan_kernel
+from stretto.attn.tiles import INTERPRETER, KernelConfig, Tile, kernel_config, padded
+from stretto.attn.triton_kernels import ITEM_WORDS, LOG2E, attend_kernel, plan_kernel
 from stretto.ragged import RaggedStep
 
 INTERPRETED = isinstance(attend_kernel, InterpretedFunction)  # TRITON_INTERPRET=1: the kernels run on the CPU
 MAX_HEAD_DIM = 256
-_JOIN_SPLITS = 8  # partial sums that the join reads at once
 
 
 @dataclass(frozen=True)
 class RaggedPlan:
     """The work of one step and group, on the device. Valid until the next step; layers use it one after another."""
 
-    items: torch.Tensor  # [items, ITEM_WORDS] int32: small, medium, large, each from a fixed offset
-    counts: torch.Tensor  # [8] int32: items of each kind; claims of the launch that runs
-    row_splits: torch.Tensor  # [R] int32
-    row_partial: torch.Tensor  # [R] int32, first token-split of the row in the workspace
-    offset_medium: int
-    offset_large: int
+    items: torch.Tensor  # [items, ITEM_WORDS] int32: those of chunks, then, from `offset_few` on, those of few tokens
+    counts: torch.Tensor  # [4] int32: items of the two kinds, then their claims
+    arrivals: torch.Tensor  # [items * Hkv] int32, by tile and KV head: splits that have arrived
+    offset_few: int
     config: KernelConfig
 
 
 def _capacities(n_rows: int, n_tokens: int, layer: LayerSpec, config: KernelConfig) -> tuple[int, int]:
-    """Most items of a row kind that fits one tile, and most items of large tiles, of any step of this bucket."""
-    tile_tokens = config.large.rows // (layer.n_heads // layer.n_kv_heads)
-    few = n_rows * (config.max_splits + 1)  # one more where a window starts inside a split
-    large_rows = min(n_rows, n_tokens)
-    tiles = n_tokens // tile_tokens + large_rows
-    return few, large_rows * (-(-config.large_items // layer.n_kv_heads)) + 3 * tiles
+    """Most items of chunk rows and of rows of few tokens, of any step of this bucket."""
+    tile_tokens = config.chunk.rows // (layer.n_heads // layer.n_kv_heads)
+    chunk_rows = min(n_rows, n_tokens)
+    tiles = n_tokens // tile_tokens + chunk_rows
+    # a row of t tiles has splits <= items / (t * Hkv) + 1, and one more where a window starts inside a split
+    return chunk_rows * (-(-config.chunk_items // layer.n_kv_heads)) + 3 * tiles, n_rows * (config.max_splits + 1)
 
 
 class TritonRaggedBackend:
@@ -81,19 +78,17 @@ class TritonRaggedBackend:
     def metadata(self, step: RaggedStep, group: int, layer: LayerSpec) -> RaggedPlan:
         """Builds the list of work items on the device; one small launch."""
         config, n_rows, device = self.config_for(layer), step.q_len.numel(), step.q_len.device
-        few, large = _capacities(n_rows, step.ids.numel(), layer, config)
-        items = torch.empty(2 * few + large, ITEM_WORDS, dtype=torch.int32, device=device)
-        counts = torch.empty(8, dtype=torch.int32, device=device)
-        row_splits = torch.empty(n_rows, dtype=torch.int32, device=device)
-        row_partial = torch.empty(n_rows, dtype=torch.int32, device=device)
+        group_size = layer.n_heads // layer.n_kv_heads
+        chunk_items, few_items = _capacities(n_rows, step.ids.numel(), layer, config)
+        items = torch.empty(chunk_items + few_items, ITEM_WORDS, dtype=torch.int32, device=device)
+        counts = torch.empty(4, dtype=torch.int32, device=device)
+        arrivals = torch.empty(items.shape[0] * layer.n_kv_heads, dtype=torch.int32, device=device)
         plan_kernel[(n_rows,)](
-            step.q_len, step.kv_len, step.cu_q, step.slots, items, counts, row_splits, row_partial, n_rows,
-            self.capacity(layer), few, 2 * few, ROWS=padded(n_rows), WINDOW=layer.window or 0,
-            G=layer.n_heads // layer.n_kv_heads, HEADS_KV=layer.n_kv_heads, SMALL=config.small.rows,
-            MEDIUM=config.medium.rows, LARGE=config.large.rows, SPLIT=config.split_keys,
-            MAX_SPLITS=config.max_splits, LARGE_SPLIT=config.large_split_keys, LARGE_ITEMS=config.large_items,
-            WORDS=ITEM_WORDS, num_warps=4)
-        return RaggedPlan(items, counts, row_splits, row_partial, few, 2 * few, config)
+            step.q_len, step.kv_len, step.cu_q, step.slots, items, counts, arrivals, n_rows, self.capacity(layer),
+            chunk_items, ROWS=padded(n_rows), WINDOW=layer.window or 0, G=group_size, HEADS_KV=layer.n_kv_heads,
+            FEW=config.few.rows, CHUNK=config.chunk.rows, SPLIT=config.split_keys, MAX_SPLITS=config.max_splits,
+            CHUNK_SPLIT=config.chunk_split_keys, CHUNK_ITEMS=config.chunk_items, WORDS=ITEM_WORDS, num_warps=4)
+        return RaggedPlan(items, counts, arrivals, chunk_items, config)
 
     def attend(self, layer: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep,
                group: int, meta: object, sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -102,57 +97,29 @@ class TritonRaggedBackend:
         if q.dtype != self.dtype or k_cache.dtype != self.dtype:
             raise ValueError(f"this backend was made for {self.dtype}; q is {q.dtype} and the cache {k_cache.dtype}")
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.launch_attend(out, layer, q, k_cache, v_cache, step, group, meta, sinks)
-        self.launch_join(out, layer, step, meta, sinks)
+        # The chunks' programs start first and hold one place on each multiprocessor as long as they have work; the
+        # programs of few-token rows fill what is left, then take over. With nothing to do the first launch costs 1 us.
+        for kind, tile in enumerate((meta.config.chunk, meta.config.few)):
+            self._launch(kind, tile, out, layer, q, k_cache, v_cache, step, step.page_tables[group], meta, sinks)
         return out
 
-    def launch_attend(self, out: torch.Tensor, layer: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor,
-                      v_cache: torch.Tensor, step: RaggedStep, group: int, meta: RaggedPlan,
-                      sinks: torch.Tensor | None) -> None:
-        """Rows with one split are written to `out`, the others' partial sums to the workspace."""
-        config, tables = meta.config, step.page_tables[group]
-        small, medium, large = config.small, config.medium, config.large
+    def _launch(self, kind: int, tile: Tile, out: torch.Tensor, layer: LayerSpec, q: torch.Tensor,
+                k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, table: torch.Tensor, plan: RaggedPlan,
+                sinks: torch.Tensor | None) -> None:
         softcap = layer.softcap or 0.0
-        in_scale = -2 * LOG2E.value * layer.scale / softcap if softcap else 0.0
+        in_scale = -2 * LOG2E.value * layer.scale / softcap if softcap else 0.0  # tanh(x) by exp2 of -2 x / ln 2
         out_scale = LOG2E.value * (softcap or layer.scale)
-        partial_out, partial_lse = self._partials(layer)
-        def launch(programs, large_first, **options):
-            programs = min(programs, meta.items.shape[0] * layer.n_kv_heads)
-            attend_kernel[(programs,)](
-                q, k_cache, v_cache, tables, meta.items, meta.counts, out, partial_out, partial_lse,
-                out if sinks is None else sinks, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1),
-                k_cache.stride(2), tables.stride(0), in_scale, out_scale, meta.offset_medium, meta.offset_large,
-                min(programs, large_first), WINDOW=layer.window or 0, SOFTCAP=bool(softcap), SINKS=sinks is not None,
-                PAGE=step.page_size, G=layer.n_heads // layer.n_kv_heads, HEADS_KV=layer.n_kv_heads, D=layer.head_dim,
-                BLOCK_D=max(padded(layer.head_dim), 16), M0=small.rows, KEYS0=small.keys, STAGES0=small.stages,
-                M1=medium.rows, KEYS1=medium.keys, STAGES1=medium.stages, M2=large.rows, KEYS2=large.keys,
-                STAGES2=large.stages, DYNAMIC=config.dynamic, TRANSPOSE=config.transpose, WORDS=ITEM_WORDS,
-                PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-                UPCAST=INTERPRETED and q.dtype == torch.bfloat16, **options)
-
-        if not config.large_warps:
-            launch(config.programs_per_sm * self.n_sm, config.large_programs * self.n_sm, FIRST=0, LAST=2,
-                   PDL_FIRST=False, PDL_LAST=False, num_warps=config.warps, maxnreg=config.max_registers)
-        else:
-            pdl = self.arch >= 90
-            extra = {"launch_pdl": True} if pdl else {}
-            launch(config.large_programs * self.n_sm, 0, FIRST=2, LAST=2, PDL_FIRST=pdl, PDL_LAST=False,
-                   num_warps=config.large_warps, maxnreg=config.large_registers)
-            launch(config.programs_per_sm * self.n_sm, 0, FIRST=0, LAST=1, PDL_FIRST=False, PDL_LAST=pdl,
-                   num_warps=config.warps, maxnreg=config.max_registers, **extra)
-
-    def launch_join(self, out: torch.Tensor, layer: LayerSpec, step: RaggedStep, meta: RaggedPlan,
-                    sinks: torch.Tensor | None) -> None:
-        """Joins partial sums into `out`, clears the padding's tokens, and resets the claims."""
-        group_size = layer.n_heads // layer.n_kv_heads
-        partial_out, partial_lse = self._partials(layer)
-        join_kernel[(out.shape[0], layer.n_kv_heads)](
-            partial_out, partial_lse, out, out if sinks is None else sinks, step.rows, step.q_len, step.cu_q,
-            meta.row_splits, meta.row_partial, meta.counts, step.q_len.numel(), SINKS=sinks is not None, G=group_size,
-            BLOCK_G=padded(group_size), HEADS_KV=layer.n_kv_heads, D=layer.head_dim,
-            BLOCK_D=padded(layer.head_dim), SPLITS=_JOIN_SPLITS, num_warps=2)
-
-    def _partials(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """The workspace as weighted values [capacity * H * D] and log-sums [capacity * H]."""
         heads = self.capacity(layer) * layer.n_heads
-        return self.workspace[: heads * layer.head_dim], self.workspace[heads * layer.head_dim :]
+        partial_out, partial_lse = self.workspace[: heads * layer.head_dim], self.workspace[heads * layer.head_dim :]
+        overlap = self.arch >= 90  # programmatic dependent launch: the second launch does not wait for the first
+        attend_kernel[(tile.programs * self.n_sm,)](
+            q, k_cache, v_cache, table, plan.items, plan.counts, plan.arrivals, step.cu_q, out, partial_out,
+            partial_lse, out if sinks is None else sinks, q.stride(0), q.stride(1), k_cache.stride(0),
+            k_cache.stride(1), k_cache.stride(2), table.stride(0), in_scale, out_scale, kind * plan.offset_few,
+            step.q_len.numel(), q.shape[0], KIND=kind, WINDOW=layer.window or 0, SOFTCAP=bool(softcap),
+            SINKS=sinks is not None, PAGE=step.page_size, G=layer.n_heads // layer.n_kv_heads,
+            HEADS_KV=layer.n_kv_heads, D=layer.head_dim, BLOCK_D=max(padded(layer.head_dim), 16), M=tile.rows,
+            KEYS=tile.keys, STAGES=tile.stages, WORDS=ITEM_WORDS, PDL=overlap,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            UPCAST=INTERPRETED and q.dtype == torch.bfloat16, num_warps=tile.warps, maxnreg=tile.registers,
+            **({"launch_pdl": kind == 1} if overlap else {}))
