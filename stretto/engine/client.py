@@ -30,6 +30,7 @@ class EngineClient:
     def __init__(self, process: EngineProcess, stall_timeout: float):
         self._process = process
         self._router = Router(process.send, stall_timeout)
+        self._events = zmq.asyncio.Context.shadow(process.context).socket(zmq.PULL)
         self._tasks: list[asyncio.Task] = []
         self._closing = False
 
@@ -81,18 +82,17 @@ class EngineClient:
 
     # --------------------------------------------------------------------------------------------- machinery
     def _begin(self, on_progress: Callable[[str], None] | None) -> None:
-        events = zmq.asyncio.Context.shadow(self._process.context).socket(zmq.PULL)
-        events.set_hwm(0)
-        events.bind(self._process.events_address)
+        self._events.set_hwm(0)
+        self._events.bind(self._process.events_address)
         self._process.start()
         atexit.register(self._process.process.kill)  # a front end that ends without close() leaves no child either
         asyncio.get_running_loop().add_reader(self._process.process.sentinel, self._exited)
-        self._tasks.append(asyncio.create_task(self._receive(events, on_progress)))
+        self._tasks.append(asyncio.create_task(self._receive(on_progress)))
 
-    async def _receive(self, events: zmq.asyncio.Socket, on_progress: Callable[[str], None] | None) -> None:
+    async def _receive(self, on_progress: Callable[[str], None] | None) -> None:
         decoder = msgspec.msgpack.Decoder(Event)
         while True:
-            self._router.deliver(decoder.decode(await events.recv()))
+            self._router.deliver(decoder.decode(await self._events.recv()))
             if on_progress and not self._router.started.done():
                 on_progress(self._router.progress)
 
@@ -124,4 +124,5 @@ class EngineClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._router.die("the engine has been closed")
         atexit.unregister(self._process.process.kill)
+        self._events.close(linger=0)
         self._process.close()

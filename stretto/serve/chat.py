@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from stretto.protocol import Output, Usage
 from stretto.serve.answers import FINGERPRINT, Wants, collect
-from stretto.serve.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
+from stretto.serve.logprobs import ChatLogprobs, LogprobShaper, PromptLogprob
 from stretto.serve.schemas import ChatRequest
 from stretto.serve.service import Generation, Service, total_usage
 from stretto.serve.streaming import DONE, event
@@ -79,16 +79,17 @@ def _wants(generation: Generation) -> Wants:
 
 async def chat_completion(service: Service, generation: Generation) -> ChatCompletion:
     wants = _wants(generation)
+    shaper = LogprobShaper(service.token_bytes, wants.ids_as_names)
     answers = await collect(service, generation)
     choices = []
     for (_, index), answer in sorted(answers.choices.items(), key=lambda item: item[0]):
-        logprobs = chat_logprobs(answer.logprobs, service.token_text, wants.ids_as_names) if wants.logprobs else None
+        logprobs = shaper.chat(answer.logprobs) if wants.logprobs else None
         choices.append(ChatChoice(index, ChatMessage("".join(answer.text)), logprobs, answer.finish_reason,
                                   answer.stop_reason, answer.token_ids if wants.ids else UNSET))
     out = ChatCompletion(f"chatcmpl-{generation.id}", generation.created, service.names[0], choices,
                          total_usage(answers.usages, generation.requests))
     if generation.body.prompt_logprobs is not None:
-        out.prompt_logprobs = prompt_logprobs(answers.prompt_logprobs.get(0, []), service.token_text)
+        out.prompt_logprobs = shaper.prompt(answers.prompt_logprobs.get(0, []))
     if wants.ids:
         out.prompt_token_ids = generation.requests[0].tokens
     return out
@@ -98,6 +99,7 @@ class _ChunkMaker:
     def __init__(self, service: Service, generation: Generation):
         self.service, self.generation = service, generation
         self.wants = _wants(generation)
+        self.shaper = LogprobShaper(service.token_bytes, self.wants.ids_as_names)
         self.usages: dict[tuple[int, int], Usage] = {}
 
     def chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
@@ -121,7 +123,7 @@ class _ChunkMaker:
             self.usages[0, output.index] = output.usage
         choice = ChunkChoice(output.index, Delta(content=output.text), finish_reason=output.finish_reason)
         if self.wants.logprobs and output.logprobs:
-            choice.logprobs = chat_logprobs(output.logprobs, self.service.token_text, self.wants.ids_as_names)
+            choice.logprobs = self.shaper.chat(output.logprobs)
         if self.wants.ids:
             choice.token_ids = output.token_ids
         if output.finish_reason is not None:
@@ -134,7 +136,7 @@ class _ChunkMaker:
             return b""
         chunk = self.chunk([choice])
         if scored:
-            chunk.prompt_logprobs = prompt_logprobs(output.prompt_logprobs or [], self.service.token_text)
+            chunk.prompt_logprobs = self.shaper.prompt(output.prompt_logprobs or [])
         return event(chunk)
 
     def ending(self) -> bytes:

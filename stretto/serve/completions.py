@@ -7,6 +7,7 @@ then the first entry of `token_logprobs` is null.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from stretto.protocol import Output, TokenLogprob, Usage
 from stretto.serve.answers import FINGERPRINT, Wants, collect
-from stretto.serve.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, prompt_logprobs
+from stretto.serve.logprobs import CompletionLogprobs, LogprobShaper, OffsetCounter, PromptLogprob
 from stretto.serve.schemas import CompletionRequest
 from stretto.serve.service import Generation, Service, total_usage
 from stretto.serve.streaming import DONE, event
@@ -52,7 +53,8 @@ class _Maker:
         self.service, self.generation, self.body, self.texts = service, generation, generation.body, texts
         self.wants = Wants.of(generation.body, generation.body.logprobs is not None)
         self.echo = bool(generation.body.echo)
-        self.offsets: dict[tuple[int, int], int] = {}
+        self.shaper = LogprobShaper(service.token_bytes, self.wants.ids_as_names)
+        self.offsets: defaultdict[tuple[int, int], OffsetCounter] = defaultdict(OffsetCounter)
         self.usages: dict[tuple[int, int], Usage] = {}
 
     def envelope(self, choices: list[CompletionChoice]) -> Completion:
@@ -74,10 +76,8 @@ class _Maker:
         logprobs = None
         if self.wants.logprobs and (scores or echoed):
             entries = [*(prompt_scores or []), *scores] if echoed else scores
-            start = self.offsets.get((prompt, index), 0)
             limited = _limited(entries, self.body.logprobs or 0)
-            logprobs = completion_logprobs(limited, self.service.token_text, self.wants.ids_as_names, start)
-            self.offsets[prompt, index] = start + sum(len(self.service.token_text(e.token_id)) for e in entries)
+            logprobs = self.shaper.completion(limited, self.offsets[prompt, index])
         out = CompletionChoice(prompt * self.generation.choices + index,
                                self.prompt_text(prompt) + text if echoed else text, logprobs, None)
         if self.wants.ids:
@@ -86,7 +86,7 @@ class _Maker:
                 out.prompt_token_ids = request.tokens
         if first and self.body.prompt_logprobs is not None:
             scores = _limited(prompt_scores or [], self.body.prompt_logprobs)
-            out.prompt_logprobs = prompt_logprobs(scores, self.service.token_text)
+            out.prompt_logprobs = self.shaper.prompt(scores)
         return out
 
 

@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from stretto.protocol import EngineDead, RequestError
 
+SHOWN = 200  # most characters of a client's own words that an error repeats
 CLIENT_CLOSED = 499  # not a registered status; the de-facto one for a request that its client or an operator withdrew
 TYPES = {401: "authentication_error", 403: "permission_error", 409: "conflict_error", 429: "rate_limit_error",
          500: "server_error", 503: "overloaded_error"}
@@ -74,13 +75,13 @@ def unsupported(param: str, reason: str) -> ApiError:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the nearest known name, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name[:SHOWN], list(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def model_not_found(name: str, served: Iterable[str]) -> ApiError:
     served = list(served)
-    return ApiError(404, f"the model {name!r} is not served here.{did_you_mean(name, served)} Served: "
+    return ApiError(404, f"the model {name[:SHOWN]!r} is not served here.{did_you_mean(name, served)} Served: "
                     f"{', '.join(served)}", param="model", code="model_not_found")
 
 
@@ -127,7 +128,7 @@ def install(app: FastAPI) -> None:
     async def no_route(request: Request, error: Exception) -> Response:
         path = request.url.path
         hint = did_you_mean(path, known_paths(app))
-        return ApiError(404, f"there is no {path}.{hint}", code="unknown_url").response()
+        return ApiError(404, f"there is no {path[:SHOWN]}.{hint}", code="unknown_url").response()
 
     async def wrong_method(request: Request, error: Exception) -> Response:
         allowed = dict(getattr(error, "headers", None) or {})
@@ -149,4 +150,4 @@ def install(app: FastAPI) -> None:
 
 
 def known_paths(app: FastAPI) -> list[str]:
-    return [path for route in app.routes if (path := getattr(route, "path", None))]
+    return list(app.openapi()["paths"])

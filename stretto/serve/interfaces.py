@@ -18,8 +18,13 @@ class ServeTokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token stands for within a text; b"" for an id without a token."""
+        ...
+
     def apply_chat_template(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
                             add_generation_prompt: bool = True, **kwargs: Any) -> list[int]:
         """Token ids of the rendered conversation. Raises a ValueError with the template's own words where it refuses
-        the messages. Other keywords are variables of the template."""
+        the messages. `continue_final_message` ends the prompt inside the last message; other keywords are variables
+        of the template."""
         ...

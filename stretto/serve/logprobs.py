@@ -5,6 +5,7 @@ JSON knows no infinity: what is less likely than FLOOR is reported as FLOOR, whi
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -12,8 +13,7 @@ import msgspec
 from stretto.protocol import TokenLogprob
 
 FLOOR = -9999.0
-REPLACEMENT = "\ufffd"
-TokenText = Callable[[int], str]
+TokenBytes = Callable[[int], bytes]
 
 
 class TopLogprob(msgspec.Struct):
@@ -55,57 +55,71 @@ def floored(logprob: float) -> float:
     return logprob if logprob > FLOOR else FLOOR  # NaN too
 
 
-def id_text(token: int) -> str:
-    """The form of tokens that return_tokens_as_token_ids asks for."""
-    return f"token_id:{token}"
+def token_text(raw: bytes) -> str:
+    """A token as text. Part of a character is shown as OpenAI shows it, `bytes:\\xf0\\x9f`, so it stays distinct."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def _utf8(token: int, text: TokenText) -> list[int] | None:
-    """The token's bytes; None for a token that is no whole character."""
-    plain = text(token)
-    return None if REPLACEMENT in plain else list(plain.encode())
+class LogprobShaper:
+    """Turns the engine's entries into the API's; knows the tokens' bytes. `as_ids`: tokens appear as ids."""
+
+    def __init__(self, token_bytes: TokenBytes, as_ids: bool):
+        self._bytes, self._as_ids = token_bytes, as_ids
+
+    def name(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_ids else token_text(self._bytes(token))
+
+    def chat(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs:
+        content = []
+        for e in entries:
+            top = [TopLogprob(self.name(i), floored(p), list(self._bytes(i)))
+                   for i, p in zip(e.top_ids, e.top_logprobs, strict=True)]
+            logprob = floored(e.logprob) if e.logprob is not None else FLOOR
+            content.append(ChatTokenLogprob(self.name(e.token_id), logprob, list(self._bytes(e.token_id)), top))
+        return ChatLogprobs(content)
+
+    def completion(self, entries: Sequence[TokenLogprob], offsets: OffsetCounter) -> CompletionLogprobs:
+        out = CompletionLogprobs()
+        for e in entries:
+            out.tokens.append(self.name(e.token_id))
+            out.text_offset.append(offsets.step(self._bytes(e.token_id)))
+            if e.logprob is None:  # the first token of a prompt
+                out.token_logprobs.append(None)
+                out.top_logprobs.append(None)
+                continue
+            top: dict[str, float] = {}
+            for i, p in zip(e.top_ids, e.top_logprobs, strict=True):
+                top.setdefault(self.name(i), floored(p))
+            top.setdefault(self.name(e.token_id), floored(e.logprob))
+            out.token_logprobs.append(floored(e.logprob))
+            out.top_logprobs.append(top)
+        return out
+
+    def prompt(self, entries: Sequence[TokenLogprob]) -> list[dict[str, PromptLogprob] | None]:
+        """vLLM's prompt_logprobs; null for the first token."""
+        out: list[dict[str, PromptLogprob] | None] = []
+        for e in entries:
+            if e.logprob is None:
+                out.append(None)
+                continue
+            ranked = {str(i): PromptLogprob(floored(p), rank, self.name(i))
+                      for rank, (i, p) in enumerate(zip(e.top_ids, e.top_logprobs, strict=True), 1)}
+            ranked.setdefault(str(e.token_id), PromptLogprob(floored(e.logprob), None, self.name(e.token_id)))
+            out.append(ranked)
+        return out
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], text: TokenText, as_ids: bool) -> ChatLogprobs:
-    name = id_text if as_ids else text
-    content = []
-    for e in entries:
-        top = [TopLogprob(name(i), floored(p), _utf8(i, text)) for i, p in zip(e.top_ids, e.top_logprobs)]
-        logprob = floored(e.logprob) if e.logprob is not None else FLOOR
-        content.append(ChatTokenLogprob(name(e.token_id), logprob, _utf8(e.token_id, text), top))
-    return ChatLogprobs(content)
+class OffsetCounter:
+    """Where each token of one text begins, in characters: a character counts when its last byte has come."""
 
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
 
-def completion_logprobs(entries: Sequence[TokenLogprob], text: TokenText, as_ids: bool, offset: int
-                        ) -> CompletionLogprobs:
-    """`offset`: characters of the choice's text before the first entry."""
-    name = id_text if as_ids else text
-    out = CompletionLogprobs()
-    for e in entries:
-        out.tokens.append(name(e.token_id))
-        out.text_offset.append(offset)
-        offset += len(text(e.token_id))
-        if e.logprob is None:  # the first token of a prompt
-            out.token_logprobs.append(None)
-            out.top_logprobs.append(None)
-            continue
-        top: dict[str, float] = {}
-        for i, p in zip(e.top_ids, e.top_logprobs):
-            top.setdefault(name(i), floored(p))  # two ids of one text: the likelier stands
-        top.setdefault(name(e.token_id), floored(e.logprob))
-        out.token_logprobs.append(floored(e.logprob))
-        out.top_logprobs.append(top)
-    return out
-
-
-def prompt_logprobs(entries: Sequence[TokenLogprob], text: TokenText) -> list[dict[str, PromptLogprob] | None]:
-    out: list[dict[str, PromptLogprob] | None] = []
-    for e in entries:
-        if e.logprob is None:
-            out.append(None)
-            continue
-        ranked = {str(i): PromptLogprob(floored(p), rank, text(i))
-                  for rank, (i, p) in enumerate(zip(e.top_ids, e.top_logprobs), 1)}
-        ranked.setdefault(str(e.token_id), PromptLogprob(floored(e.logprob), None, text(e.token_id)))
-        out.append(ranked)
-    return out
+    def step(self, raw: bytes) -> int:
+        start = self._characters
+        self._characters += len(self._decoder.decode(raw))
+        return start

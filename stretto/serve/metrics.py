@@ -27,27 +27,26 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 # The engine's names (EngineStats) and vLLM's names for the same facts, with what is said about them.
-COUNTERS: Mapping[str, tuple[str, str]] = {
-    "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of admitted requests"),
-    "generation_tokens": ("vllm:generation_tokens", "Tokens delivered to clients"),
-    "prefix_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
-    "prefix_hits": ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"),
-    "retractions": ("vllm:num_preemptions", "Running requests put back to make room"),
-    "drafts": ("vllm:spec_decode_num_drafts", "Rows that verified at least one draft token"),
-    "drafted": ("vllm:spec_decode_num_draft_tokens", "Draft tokens verified"),
-    "accepted": ("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted"),
+COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "prompt_tokens": (("vllm:prompt_tokens", "vllm:prefix_cache_queries"), "Prompt tokens of admitted requests"),
+    "generated_tokens": (("vllm:generation_tokens",), "Tokens generated and delivered"),
+    "cached_tokens": (("vllm:prefix_cache_hits",), "Prompt tokens whose KV was found in the prefix cache"),
+    "retractions": (("vllm:num_preemptions",), "Running choices put back to make room"),
+    "drafted": (("vllm:spec_decode_num_draft_tokens",), "Draft tokens verified"),
+    "accepted": (("vllm:spec_decode_num_accepted_tokens",), "Draft tokens accepted"),
 }
-GAUGES: Mapping[str, tuple[str, str]] = {
-    "running": ("vllm:num_requests_running", "Choices in the batch"),
-    "waiting": ("vllm:num_requests_waiting", "Choices waiting for a place in the batch"),
-    "kv_usage": ("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1"),
+GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "running": (("vllm:num_requests_running",), "Choices in the batch"),
+    "waiting": (("vllm:num_requests_waiting",), "Choices waiting for a place in the batch"),
+    "kv_usage": (("vllm:kv_cache_usage_perc",), "Share of KV pages in use, 0 to 1"),
 }
-HISTOGRAMS: Mapping[str, tuple[str, str]] = {
-    "time_to_first_token_seconds": ("vllm:time_to_first_token_seconds", "From a request's arrival to its first token"),
-    "inter_token_latency_seconds": ("vllm:inter_token_latency_seconds",
-                                    "Between two tokens of a choice; tokens of one step share the step's time"),
-    "e2e_request_latency_seconds": ("vllm:e2e_request_latency_seconds", "From a request's arrival to its end"),
-    "request_queue_time_seconds": ("vllm:request_queue_time_seconds", "From a request's arrival to its first step"),
+TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY = "time_to_first_token_seconds", "inter_token_latency_seconds"
+REQUEST_LATENCY = "e2e_request_latency_seconds"
+HISTOGRAMS: Mapping[str, str] = {  # each under our prefix and vLLM's; the first three are observed here
+    TIME_TO_FIRST_TOKEN: "From a request's arrival to its first token",
+    INTER_TOKEN_LATENCY: "Between two tokens of a choice; tokens of one step share the step's time",
+    REQUEST_LATENCY: "From a request's arrival to its end",
+    "request_queue_time_seconds": "From a request's arrival to its first step, where the engine reports it",
 }
 
 
@@ -77,26 +76,18 @@ class ServerMetrics(Collector):
     def __init__(self, info: EngineInfo, model_name: str):
         self._info, self._labels = info, {"model_name": model_name, "engine": "0"}
         self._snapshot = EngineStats()
-        self._prompts, self._generated = 0, 0
-        self.histograms = {name: Histogram() for name in HISTOGRAMS}
+        self.histograms = {name: Histogram() for name in (TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY, REQUEST_LATENCY)}
         self.finished: Counter[str] = Counter()  # by finish reason
         self.aborts: Counter[str] = Counter()  # by cause
         self.responses: Counter[tuple[str, int]] = Counter()  # (route, status)
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    # -------------------------------------------------------------------------------------------- observations
-    def count_prompt(self, tokens: int) -> None:
-        self._prompts += tokens
-
-    def count_generated(self, tokens: int) -> None:
-        self._generated += tokens
-
     def take(self, snapshot: EngineStats) -> None:
         """The engine's newest snapshot. Its counters replace the old ones where they have grown."""
         old = self._snapshot.counters
         grown = {name: max(value, old.get(name, value)) for name, value in snapshot.counters.items()}
-        self._snapshot = EngineStats(counters=old | grown, gauges=snapshot.gauges)
+        self._snapshot = EngineStats(counters=old | grown, gauges=snapshot.gauges | _kv_usage(snapshot.gauges))
         for name, values in snapshot.histograms.items():
             histogram = self.histograms.setdefault(name, Histogram())
             for value in values:
@@ -107,26 +98,24 @@ class ServerMetrics(Collector):
 
     # ------------------------------------------------------------------------------------------------ collector
     def collect(self) -> Iterator[Metric]:
-        counters = {"prompt_tokens": float(self._prompts), "generation_tokens": float(self._generated),
-                    **self._snapshot.counters}
-        for name, value in counters.items():
-            vllm, text = COUNTERS.get(name, ("", f"Engine counter {name}"))
-            yield from self._both(CounterMetricFamily, name, vllm, text, value)
+        for name, value in self._snapshot.counters.items():
+            others, text = COUNTERS.get(name, ((), f"Engine counter {name}"))
+            yield from self._each(CounterMetricFamily, (f"stretto_{name}", *others), text, value)
         for name, value in self._snapshot.gauges.items():
-            vllm, text = GAUGES.get(name, ("", f"Engine gauge {name}"))
-            yield from self._both(GaugeMetricFamily, name, vllm, text, value)
+            others, text = GAUGES.get(name, ((), f"Engine gauge {name}"))
+            yield from self._each(GaugeMetricFamily, (f"stretto_{name}", *others), text, value)
         for name, histogram in self.histograms.items():
-            vllm, text = HISTOGRAMS.get(name, ("", f"Engine histogram {name}"))
-            for full in filter(None, (f"stretto_{name}", vllm)):
-                family = HistogramMetricFamily(full, text, labels=list(self._labels))
+            for prefix in ("stretto_", "vllm:") if name in HISTOGRAMS else ("stretto_",):
+                family = HistogramMetricFamily(prefix + name, HISTOGRAMS.get(name, f"Engine histogram {name}"),
+                                               labels=list(self._labels))
                 family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
                 yield family
         yield from self._labelled()
         yield from self._config()
 
-    def _both(self, kind: type, name: str, vllm: str, text: str, value: float) -> Iterator[Metric]:
-        for full in filter(None, (f"stretto_{name}", vllm)):
-            family = kind(full, text, labels=list(self._labels))
+    def _each(self, kind: type, names: tuple[str, ...], text: str, value: float) -> Iterator[Metric]:
+        for name in names:
+            family = kind(name, text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
             yield family
 
@@ -151,11 +140,18 @@ class ServerMetrics(Collector):
         info, gauges = self._info, self._snapshot.gauges
         cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=[*self._labels, "block_size",
                                                                                     "num_gpu_blocks"])
-        page = int(gauges.get("page_size", 1)) or 1
-        cache.add_metric([*self._labels.values(), str(page), str(info.kv_tokens // page)], 1)
+        pages = int(gauges.get("pages_total_0", info.kv_tokens)) or 1
+        cache.add_metric([*self._labels.values(), str(info.kv_tokens // pages), str(pages)], 1)
         yield cache
         own = InfoMetricFamily("stretto_config", "The engine", labels=list(self._labels))
         own.add_metric(list(self._labels.values()), {
             "max_model_len": str(info.max_model_len), "max_num_seqs": str(info.max_num_seqs),
             "kv_tokens": str(info.kv_tokens), "speculation_tokens": str(info.speculation_tokens)})
         yield own
+
+
+def _kv_usage(gauges: Mapping[str, float]) -> dict[str, float]:
+    """Of the fullest KV group."""
+    shares = [used / gauges[total] for name, used in gauges.items() if name.startswith("pages_used_")
+              and gauges.get(total := name.replace("used", "total"), 0) > 0]
+    return {"kv_usage": max(shares)} if shares else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from stretto.serve.errors import bad_request, unsupported
@@ -36,7 +35,7 @@ class PromptReader:
         if characters <= self.context * CHARACTERS_PER_TOKEN:
             return
         if self._longest_token is None:
-            self._longest_token = max(len(self.tokenizer.decode([i], False)) for i in range(self.vocab_size))
+            self._longest_token = max(len(self.tokenizer.token_bytes(i)) for i in range(self.vocab_size))
         if characters > self.context * max(self._longest_token, CHARACTERS_PER_TOKEN):
             raise bad_request(f"the prompt has {characters} characters, far more than the {self.context} tokens of this"
                               " model's context can hold; shorten it", param, "context_length_exceeded")
@@ -86,9 +85,6 @@ class PromptReader:
             fields["content"] = message.content
         if message.role == "developer" and "developer" not in (self.tokenizer.chat_template or ""):
             fields["role"] = "system"  # OpenAI's newer word for it
-        if isinstance(fields.get("tool_calls"), list):
-            fields["tool_calls"] = [_tool_call(f"messages[{i}].tool_calls[{j}]", call)
-                                    for j, call in enumerate(fields["tool_calls"])]
         return fields
 
 
@@ -99,18 +95,3 @@ def _part(place: str, part: ContentPart) -> dict[str, Any]:
     if part.text is None:
         raise bad_request(f"{place}.text is missing", f"{place}.text")
     return {"type": "text", "text": part.text}
-
-
-def _tool_call(place: str, call: Any) -> Any:
-    """Templates print arguments as an object; the API carries them as a JSON string."""
-    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
-        raise bad_request(f"{place}.function is missing or no object", f"{place}.function")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise bad_request(f"{place}.function.arguments is no JSON", f"{place}.function.arguments") from None
-    return {**call, "function": {**function, "arguments": arguments}}
-
-

@@ -100,4 +100,6 @@ def in_request_words(error: RequestError, body: GenerationBody) -> ApiError:
         if param != "prompt":  # there the word is meant as a word
             message = message.replace(param, names[param], 1)
         param = names[param]
+    elif param is not None and param not in message:
+        message = f"{param}: {message}"
     return bad_request(message, param, error.code)

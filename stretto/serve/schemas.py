@@ -183,7 +183,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: Annotated[Any, BeforeValidator(_ids), WithJsonSchema(_IDS)]
+    tokens: Annotated[list, BeforeValidator(_ids), WithJsonSchema(_IDS)]
 
 
 class AbortBody(Body):

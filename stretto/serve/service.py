@@ -20,7 +20,7 @@ from typing import TypeVar
 from stretto.protocol import AsyncEngine, EngineDead, EngineInfo, Output, Request, RequestError, Usage
 from stretto.serve.errors import CLIENT_CLOSED, ApiError, bad_request, did_you_mean, model_not_found
 from stretto.serve.interfaces import ServeTokenizer
-from stretto.serve.metrics import ServerMetrics
+from stretto.serve.metrics import INTER_TOKEN_LATENCY, REQUEST_LATENCY, TIME_TO_FIRST_TOKEN, ServerMetrics
 from stretto.serve.prompts import PromptReader
 from stretto.serve.sampling import fit_max_tokens, in_request_words, to_sampling
 from stretto.serve.schemas import GenerationBody
@@ -63,15 +63,16 @@ class Service:
         self._live_requests = 0
         self._pool = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
         self._stats_lock = asyncio.Lock()
-        self.token_text = functools.lru_cache(maxsize=65536)(self._token_text)
+        self.token_bytes = functools.lru_cache(maxsize=65536)(tokenizer.token_bytes)
 
     # ------------------------------------------------------------------------------------------------- helpers
     async def in_pool(self, work: Callable[..., T], *args) -> T:
         """Runs CPU work off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
-    def _token_text(self, token: int) -> str:
-        return self.tokenizer.decode([token], False)
+    def token_text(self, token: int) -> str:
+        """One token as text; a part of a character shows as U+FFFD."""
+        return self.token_bytes(token).decode("utf-8", "replace")
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
@@ -226,28 +227,21 @@ async def _merge(streams: list[AsyncIterator[Output]]) -> AsyncGenerator[tuple[i
 
 
 class _Clock:
-    """Feeds the latency histograms and counters from one call's outputs."""
+    """Feeds the latency histograms from one call's outputs, as its client sees them."""
 
     def __init__(self, metrics: ServerMetrics, generation: Generation):
         self._metrics = metrics
         self._arrival = generation.requests[0].arrival
         self._last: dict[tuple[int, int], float] = {}
         self._unfinished = len(generation.requests) * generation.choices
-        self._seen_prompts: set[int] = set()
-        self._requests = generation.requests
 
     def note(self, prompt: int, output: Output) -> None:
         now, key, tokens = time.monotonic(), (prompt, output.index), len(output.token_ids)
-        if prompt not in self._seen_prompts:
-            self._seen_prompts.add(prompt)
-            self._metrics.count_prompt(len(self._requests[prompt].tokens))
+        if tokens and key not in self._last:
+            self._metrics.histograms[TIME_TO_FIRST_TOKEN].observe(now - self._arrival)
+        elif tokens:
+            self._metrics.histograms[INTER_TOKEN_LATENCY].observe((now - self._last[key]) / tokens, tokens)
         if tokens:
-            self._metrics.count_generated(tokens)
-            if key not in self._last:
-                self._metrics.histograms["time_to_first_token_seconds"].observe(now - self._arrival)
-            else:
-                gap = (now - self._last[key]) / tokens
-                self._metrics.histograms["inter_token_latency_seconds"].observe(gap, tokens)
             self._last[key] = now
         if output.finish_reason is not None:
             self._metrics.finished[output.finish_reason] += 1
@@ -255,7 +249,7 @@ class _Clock:
 
     def end(self) -> None:
         if self._unfinished == 0:
-            self._metrics.histograms["e2e_request_latency_seconds"].observe(time.monotonic() - self._arrival)
+            self._metrics.histograms[REQUEST_LATENCY].observe(time.monotonic() - self._arrival)
 
 
 def total_usage(last: dict[tuple[int, int], Usage], requests: list[Request]) -> dict:

@@ -1,0 +1,284 @@
+"""Whatever a client sends, it gets a 4xx in OpenAI's shape that names the field, and the server lives on."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import pytest
+
+from tests.serve.conftest import Api, make_api
+from tests.serve.fakes import VOCAB
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def check_shape(answer, status: int, param: str | None = None, code: str | None = None) -> str:
+    """The error is in OpenAI's shape and says this; returns its message."""
+    assert answer.status_code == status, answer.text[:500]
+    assert answer.headers["content-type"] == "application/json" and answer.headers["x-request-id"]
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"] and error["type"]
+    assert (param, code) == (param and error["param"], code and error["code"]), error
+    return error["message"]
+
+
+# ---------------------------------------------------------------------------------------------------- broken bodies
+@pytest.mark.parametrize("body", [
+    b"", b"{", b"nonsense", b"[]", b"3", b'"text"', b"null", b'{"prompt": NaN}', b'{"prompt": "\xff"}',
+    b'{"prompt": "\\ud800"}', b'{"prompt": 1e999}', b"[" * 100_000, b'{"a":' * 50_000, b'{"prompt": "x",}',
+    b'{"prompt": "x", "metadata": ' + b"[" * 5000 + b"]" * 5000 + b"}", b"\x00", b"\xef\xbb\xbf{}",
+], ids=lambda body: repr(body[:16]))
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_case_15_09_broken_json(api: Api, path: str, body: bytes):
+    answer = await api.http.post(path, content=body)
+    check_shape(answer, 400)
+
+
+TABLE: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {}, "messages"), (CHAT, {"messages": None}, "messages"), (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "hello"}, "messages"), (CHAT, {"messages": [3]}, "messages[0]"),
+    (CHAT, {"messages": [{}]}, "messages[0].role"), (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (CHAT, {"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+    (TEXT, {}, "prompt"), (TEXT, {"prompt": None}, "prompt"), (TEXT, {"prompt": 3}, "prompt"),
+    (TEXT, {"prompt": []}, "prompt"), (TEXT, {"prompt": [[]]}, "prompt"), (TEXT, {"prompt": [1, "a"]}, "prompt"),
+    (TEXT, {"prompt": [["a"]]}, "prompt"), (TEXT, {"prompt": [True]}, "prompt"), (TEXT, {"prompt": {}}, "prompt"),
+    (TEXT, {"prompt": [VOCAB]}, "prompt"), (TEXT, {"prompt": [-1]}, "prompt"), (TEXT, {"prompt": [2**70]}, "prompt"),
+    (TEXT, {"prompt": "", "add_special_tokens": False}, "prompt"), (TEXT, {"prompt": ["x"] * 1025}, "prompt"),
+    (TEXT, {"prompt": "x", "best_of": 3}, "best_of"), (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
+    (TEXT, {"prompt": ["x"] * 1000, "n": 2}, "n"), (TEXT, {"prompt": "x", "logprobs": True}, "logprobs"),
+    (TEXT, {"prompt": "x", "logprobs": 21}, "logprobs"), (TEXT, {"prompt": "x", "logprobs": -1}, "logprobs"),
+]
+FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": "hot"}, "temperature"), ({"temperature": -1}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": 1e300}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_p": 1.1}, "top_p"),
+    ({"top_k": 1.5}, "top_k"), ({"top_k": -2}, "top_k"), ({"top_k": 2**70}, "top_k"), ({"min_p": 2}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"), ({"n": 0}, "n"), ({"n": 100_000}, "n"), ({"n": -1}, "n"),
+    ({"n": "2"}, "n"), ({"seed": 2**64}, "seed"), ({"seed": 1.5}, "seed"), ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": "8"}, "max_tokens"), ({"max_tokens": 2**70}, "max_tokens"), ({"max_tokens": 10**6}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"), ({"min_tokens": 9}, "min_tokens"), ({"stop": 3}, "stop"),
+    ({"stop": [3]}, "stop"), ({"stop": ""}, "stop"), ({"stop": ["x"] * 10_000}, "stop"),
+    ({"stop_token_ids": [VOCAB]}, "stop_token_ids"), ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+    ({"stop_token_ids": list(range(100))}, "stop_token_ids"), ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": 3}, "stream_options"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"), ({"prompt_logprobs": 10**6}, "prompt_logprobs"),
+    ({"speculation": 3}, "speculation"), ({"speculation": {}}, "speculation.tokens"),
+    ({"speculation": {"tokens": -1}}, "speculation.tokens"), ({"speculation": {"tokens": 1, "x": 1}}, "speculation.x"),
+    ({"priority": 2**40}, "priority"), ({"priority": "high"}, "priority"), ({"cache_salt": 3}, "cache_salt"),
+    ({"cache_salt": "x" * 2000}, "cache_salt"), ({"request_id": ""}, "request_id"),
+    ({"request_id": "a\nb"}, "request_id"), ({"request_id": "ä"}, "request_id"),
+    ({"request_id": "x" * 300}, "request_id"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"), ({"ignore_eos": 1}, "ignore_eos"),
+]
+UNSUPPORTED: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}}, {"response_format": {"type": "json_schema", "json_schema": {}}},
+    {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"tool_choice": "required"}, {"functions": [{}]},
+    {"function_call": {"name": "f"}}, {"structured_outputs": {"regex": "a"}}, {"guided_json": {"type": "object"}},
+    {"regex": "a+"}, {"use_beam_search": True}, {"audio": {"voice": "x"}}, {"modalities": ["text", "audio"]},
+    {"store": True}, {"prediction": {"type": "content"}}, {"chat_template": "{{ 1 }}"}, {"bad_words": ["x"]},
+    {"logits_processors": ["x"]}, {"service_tier": "priority"}, {"length_penalty": 2.0},
+    {"web_search_options": {"a": 1}},
+    {"input_embeds": [[0.1]]}, {"return_hidden_states": True}, {"verbosity": "low"},
+]
+
+
+@pytest.mark.parametrize("path, body, param", TABLE, ids=lambda value: str(value)[:40])
+async def test_case_15_09_bad_prompts_name_the_field(api: Api, path: str, body: dict, param: str):
+    message = check_shape(await api.http.post(path, json={"model": "fake/tiny"} | body), 400, param)
+    assert param.split(".")[-1].split("[")[0] in message or "prompt" in message
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("fields, param", FIELDS, ids=lambda value: str(value)[:40])
+async def test_case_15_09_bad_fields_name_the_field(api: Api, path: str, fields: dict, param: str):
+    prompt = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
+    message = check_shape(await api.http.post(path, json={"max_tokens": 8} | prompt | fields), 400, param)
+    assert param.split(".")[0] in message
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("fields", UNSUPPORTED, ids=lambda fields: next(iter(fields)))
+async def test_what_is_not_built_is_refused_by_name(api: Api, path: str, fields: dict):
+    prompt = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
+    name = next(iter(fields))
+    assert name in check_shape(await api.http.post(path, json=prompt | fields), 400, name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize("fields", [
+    {"response_format": {"type": "text"}}, {"tools": []}, {"tool_choice": "none"}, {"tool_choice": "auto"},
+    {"modalities": ["text"]}, {"store": False}, {"service_tier": "auto"}, {"parallel_tool_calls": True}, {"suffix": ""},
+    {"use_beam_search": False}, {"length_penalty": 1.0}, {"user": "u"}, {"metadata": {"a": "b"}}, {"logit_bias": {}},
+], ids=str)
+async def test_values_that_ask_for_nothing_are_fine(api: Api, fields: dict):
+    answer = await api.chat(**fields)
+    assert answer.status_code == 200 and "x-stretto-ignored" not in answer.headers
+
+
+@pytest.mark.parametrize("fields, param", [
+    ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 10**6}, "top_logprobs"),
+    ({"logprobs": 3}, "logprobs"), ({"max_completion_tokens": 4, "max_tokens": 5}, "max_tokens"),
+    ({"max_tokens": None, "max_completion_tokens": 10**6}, "max_completion_tokens"),
+    ({"max_tokens": None, "max_completion_tokens": -5}, "max_completion_tokens"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"), ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+], ids=str)
+async def test_chat_fields_name_the_field(api: Api, fields: dict, param: str):
+    assert param in check_shape(await api.chat(**fields), 400, param)
+
+
+# ------------------------------------------------------------------------------------------------------ section 16
+@pytest.mark.parametrize("bias", [{str(VOCAB): 1}, {str(VOCAB + 1): 1}, {"-1": 1}, {"abc": 1}, {str(2**31): 1},
+                                  {"1": 1e9}, {"1": None}, {"1": "x"}, [1], {str(i): 1 for i in range(2000)}],
+                         ids=lambda bias: str(bias)[:24])
+async def test_case_16_01_logit_bias(api: Api, bias: Any):
+    answer = await api.chat(logit_bias=bias)
+    assert check_shape(answer, 400) and answer.json()["error"]["param"].startswith("logit_bias")
+    await api.alive()
+
+
+async def test_case_16_03_huge_demands_are_refused_fast(api: Api):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for fields in ({"n": 100_000}, {"n": 2**62}, {"logprobs": True, "top_logprobs": 10**6}, {"stop": ["x"] * 10_000}):
+        check_shape(await api.chat(**fields), 400)
+    check_shape(await api.complete("x", best_of=100_000), 400)
+    check_shape(await api.complete("x" * 10_000_000), 400, "prompt", "context_length_exceeded")
+    check_shape(await api.chat("y" * 10_000_000), 400, "messages", "context_length_exceeded")
+    check_shape(await api.complete([1] * 1_000_000), 400, "prompt", "context_length_exceeded")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
+    await api.alive()
+
+
+async def test_case_16_03_bodies_over_the_limit():
+    async with make_api(max_body_bytes=10_000) as api:
+        check_shape(await api.complete("x" * 10_001), 413, code="request_too_large")
+
+        async def chunks():
+            for _ in range(20):
+                yield b"x" * 1000
+
+        check_shape(await api.http.post(TEXT, content=chunks()), 413, code="request_too_large")
+        await api.alive()
+
+
+async def test_case_16_05_empty_prompts(api: Api):
+    for prompt in ([], [[]]):
+        check_shape(await api.complete(prompt), 400, "prompt")
+    check_shape(await api.http.post(CHAT, json={"messages": []}), 400, "messages")
+    assert (await api.complete("")).status_code == 200  # the tokenizer's BOS is the prompt
+    assert (await api.chat("")).status_code == 200  # the template's own tokens are
+    await api.alive()
+
+
+async def test_case_16_07_max_tokens_over_the_room(api: Api):
+    """An explicit limit is refused with both numbers; without one the answer ends at the context."""
+    message = check_shape(await api.complete("abc", max_tokens=512), 400, "max_tokens", "context_length_exceeded")
+    assert "512" in message and "516" in message and "508" in message
+    exact = (await api.complete("abc", max_tokens=508)).json()
+    assert exact["usage"]["total_tokens"] == 512
+    open_end = (await api.chat(max_tokens=None)).json()
+    assert open_end["usage"]["total_tokens"] == 512 and open_end["choices"][0]["finish_reason"] == "length"
+    check_shape(await api.complete("x" * 600, max_tokens=1), 400, "prompt", "context_length_exceeded")
+    check_shape(await api.chat("x" * 600, max_tokens=1), 400, "messages", "context_length_exceeded")
+
+
+async def test_case_16_11_internal_fields_do_nothing(api: Api):
+    """Fields of the engine's own request record are not request fields of the API."""
+    odd = {"rid": "x", "tokens": [1], "sampling": {"n": 9}, "want_text": False, "arrival": -1.0, "slot": 3, "epoch": 3}
+    plain = (await api.chat(seed=1)).json()
+    answer = await api.chat(seed=1, **odd)
+    assert answer.json()["choices"] == plain["choices"]
+    assert set(answer.headers["x-stretto-ignored"].split(",")) == set(odd)
+    await api.alive()
+
+
+# ------------------------------------------------------------------------------------- models, urls, methods, fields
+async def test_unknown_model(api: Api):
+    message = check_shape(await api.chat(model="fake/tinny"), 404, "model", "model_not_found")
+    assert "'fake/tiny'" in message
+    check_shape(await api.complete("x", model="y" * 100_000), 404, "model", "model_not_found")
+    check_shape(await api.http.get("/v1/models/none"), 404, "model", "model_not_found")
+    assert (await api.http.get("/v1/models/fake/tiny")).json()["max_model_len"] == 512
+    check_shape(await api.chat(model=3), 400, "model")
+
+
+async def test_unknown_url_and_wrong_method(api: Api):
+    assert "/v1/chat/completions" in check_shape(await api.http.post("/v1/chat/completion"), 404, code="unknown_url")
+    check_shape(await api.http.get("/" + "x" * 3000), 404, code="unknown_url")
+    answer = await api.http.get(CHAT)
+    check_shape(answer, 405, code="method_not_allowed")
+    assert answer.headers["allow"] == "POST"
+
+
+async def test_unknown_fields_are_named_or_refused(api: Api):
+    answer = await api.chat(temprature=1, **{"odd,name\r\nX-Evil: 1": 1, "ünïcode": 2})
+    assert answer.status_code == 200 and "x-evil" not in answer.headers
+    assert answer.headers["x-stretto-ignored"].startswith("temprature,odd?name")
+    stream = await api.chat(temprature=1, stream=True)
+    assert stream.headers["x-stretto-ignored"] == "temprature"
+    async with make_api(strict_requests=True) as strict:
+        message = check_shape(await strict.chat(temprature=1), 400, "temprature", "unknown_parameter")
+        assert "'temperature'" in message
+        assert (await strict.chat(temperature=1, user="u")).status_code == 200
+
+
+async def test_other_routes_check_their_bodies(api: Api):
+    for path, body, param in (
+            ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "x", "messages": HELLO}, "prompt"),
+            ("/tokenize", {"messages": []}, "messages"), ("/tokenize", {"prompt": 3}, "prompt"),
+            ("/detokenize", {}, "tokens"), ("/detokenize", {"tokens": [VOCAB]}, "tokens"),
+            ("/detokenize", {"tokens": None}, "tokens"), ("/detokenize", {"tokens": "x"}, "tokens"),
+            ("/abort_request", {}, "rid"), ("/abort_request", {"rid": 3}, "rid")):
+        check_shape(await api.http.post(path, json=body), 400, param)
+    check_shape(await api.http.post("/tokenize", json={"prompt": "x", "model": "z"}), 404, "model")
+    check_shape(await api.http.delete("/v1/requests/none"), 404, "id")
+
+
+async def test_failures_of_the_engine_are_told_apart(api: Api):
+    check_shape(await api.chat("refuse:no"), 400, "messages", "refused_by_core")
+    check_shape(await api.complete("refuse:no"), 400, "prompt", "refused_by_core")
+    check_shape(await api.chat("crash:now"), 500, code="engine_error")
+    check_shape(await api.chat("crash:now", stream=True), 500, code="engine_error")
+    await api.alive()
+
+
+async def test_api_keys():
+    async with make_api(api_keys=("first", "second")) as api:
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first"},
+                       {"Authorization": "Basic first"}, {"Authorization": "Bearer "},
+                       {"Authorization": b"Bearer \xff"}):
+            answer = await api.http.get("/v1/models", headers=header)
+            check_shape(answer, 401, code="invalid_api_key")
+            assert answer.json()["error"]["type"] == "authentication_error"
+            assert answer.headers["www-authenticate"] == "Bearer"
+        for key in ("first", "second"):
+            assert (await api.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"})).status_code == 200
+        for path in ("/health", "/livez", "/readyz", "/startupz", "/ping", "/metrics"):
+            assert (await api.http.get(path)).status_code == 200
+        info = await api.http.get("/server_info", headers={"Authorization": "Bearer first"})
+        assert info.json()["api_key_required"] is True and "second" not in info.text
+
+
+async def test_request_ids(api: Api):
+    assert (await api.http.get("/health", headers={"X-Request-Id": "abc-1"})).headers["x-request-id"] == "abc-1"
+    fresh = (await api.http.get("/health", headers={"X-Request-Id": "x" * 300})).headers["x-request-id"]
+    assert len(fresh) == 32
+    answer = await api.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}, headers={"X-Request-Id": "abc-2"})
+    assert answer.headers["x-request-id"] == "abc-2" and answer.json()["id"] == "chatcmpl-abc-2"
+
+
+async def test_the_openapi_document_describes_the_bodies(api: Api):
+    document = (await api.http.get("/openapi.json")).json()
+    body = document["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/ChatRequest"}
+    schemas = document["components"]["schemas"]
+    assert "messages" in schemas["ChatRequest"]["required"] and "Message" in schemas
+    assert (await api.http.get("/docs")).status_code == 200
