@@ -40,21 +40,23 @@ def family(name: str, window: int | None) -> tuple[type, transformers.Pretrained
         "qwen2": lambda: (t.Qwen2ForCausalLM, t.Qwen2Config(**SHAPE, **qwen_window)),
         "qwen3": lambda: (t.Qwen3ForCausalLM, t.Qwen3Config(**SHAPE, head_dim=16, **qwen_window)),
         "olmo2": lambda: (t.Olmo2ForCausalLM, t.Olmo2Config(**SHAPE)),  # through the fallback
-        "gemma2": lambda: (t.Gemma2ForCausalLM, t.Gemma2Config(**SHAPE, head_dim=16, sliding_window=window or CONTEXT,
-                                                               query_pre_attn_scalar=16)),  # fallback: soft-cap, windows
+        "gemma2": lambda: (t.Gemma2ForCausalLM, t.Gemma2Config(  # through the fallback: soft-cap, mixed windows
+            **SHAPE, head_dim=16, sliding_window=window or CONTEXT, query_pre_attn_scalar=16)),
     }
     return made[name]()
 
 
-def save_tiny(folder: Path, name: str, window: int | None = None) -> transformers.PreTrainedModel:
-    """Saves a random model whose best logit leads clearly; returns transformers' own, the oracle."""
+def save_tiny(folder: Path, name: str, window: int | None = None,
+              sharpness: float = 20) -> transformers.PreTrainedModel:
+    """Saves a random model and returns transformers' own, the oracle. At the usual sharpness the best logit leads
+    clearly, so that greedy text is decided; at 1 the logits spread by about 4, so that sampling has a choice."""
     torch.manual_seed(5)
     cls, config = family(name, window)
     oracle = cls(config).eval()
     with torch.no_grad():
         for p in oracle.parameters():
             p.mul_(4 if p.ndim > 1 else 1)
-        oracle.lm_head.weight.mul_(20)
+        oracle.lm_head.weight.mul_(sharpness)
     oracle.save_pretrained(folder)
     return oracle
 
@@ -67,8 +69,8 @@ class Oracle:
     reference: transformers.PreTrainedModel
 
     @classmethod
-    def make(cls, folder: Path, name: str, window: int | None = None) -> Oracle:
-        reference = save_tiny(folder, name, window)
+    def make(cls, folder: Path, name: str, window: int | None = None, sharpness: float = 20) -> Oracle:
+        reference = save_tiny(folder, name, window, sharpness)
         return cls(load_model(folder, dtype=torch.float32, device=torch.device("cpu")), reference)
 
     def answer(self, prompt: list[int], n: int) -> list[int]:
@@ -133,7 +135,7 @@ class Run:
         assert not self.core.has_work, f"not idle after {most} steps"
         self.core.host.audit()
         _, gauges = self.core.host.stats()
-        assert not any(v for k, v in gauges.items() if k.startswith("pages_used")), "pages are held with nothing running"
+        assert not any(v for k, v in gauges.items() if k.startswith("pages_used")), "an idle engine holds pages"
 
     def ids(self, rid: str, index: int = 0) -> list[int]:
         return [t for output in self.outputs[rid, index] for t in output.token_ids]
