@@ -181,7 +181,8 @@ def load_fallback(folder: Path, raw: Mapping[str, Any], generation: Mapping[str,
     AttentionInterface.register(key, router.attention)
     model = FallbackModel(causal, router, key, positions, token_ids("eos_token_id", raw, generation))
     try:
-        causal.set_attn_implementation(key)
+        with _quiet():
+            causal.set_attn_implementation(key)
         if text._attn_implementation != key:
             raise UnsupportedModel(f"{name}: its attention does not go through transformers' attention interface")
         model.layers = try_out(model, router, key, name, right, text.num_hidden_layers)

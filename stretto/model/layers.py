@@ -183,7 +183,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class GatedMLP:
-    """residual += down(act(gate(x)) * up(x)) (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+    """down(act(gate(x)) * up(x)) (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
     def __init__(self, w: Weights, name: str, hidden: int, inner: int, act: str, bias: bool = False):
         if act not in ACTIVATIONS:
@@ -192,9 +192,17 @@ class GatedMLP:
         self.down = Linear(w, [(f"{name}.down_proj", hidden)], inner, bias)
         self._act = ACTIVATIONS[act]
 
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        return self.down(self._inner(x))
+
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual += self(x), in place; returns it."""
+        return self.down.add_to(residual, self._inner(x))
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down.add_to(residual, self._act(gate).mul_(up))
+        return self._act(gate).mul_(up)
 
 
 class Embedding:
@@ -216,7 +224,7 @@ class Head:
     def __init__(self, w: Weights, name: str, embedding: Embedding, tied: bool):
         own = f"{name}.weight"
         if tied and w.differ(own, embedding.name):
-            logger.warning("the config ties the head to the embedding, but %s differs from %s: the head of the checkpoint "
+            logger.warning("the config ties the head to the embedding, but %s differs from %s: the checkpoint's own head "
                            "is used; set tie_word_embeddings to false to say so", own, embedding.name)
             tied = False
         if tied:

@@ -37,7 +37,8 @@ class DenseAttend:
 
 def _attend(spec: LayerSpec, q, k, v, sinks):
     """q [n, H, D] are the last n of the m positions of k, v [m, Hkv, D]."""
-    assert q.shape[1:] == (spec.n_heads, spec.head_dim) and k.shape[1:] == v.shape[1:] == (spec.n_kv_heads, spec.head_dim)
+    assert q.shape[1:] == (spec.n_heads, spec.head_dim)
+    assert k.shape[1:] == v.shape[1:] == (spec.n_kv_heads, spec.head_dim)
     n, m = q.shape[0], k.shape[0]
     k, v = (x.repeat_interleave(spec.n_heads // spec.n_kv_heads, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k).float() * spec.scale

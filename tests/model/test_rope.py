@@ -57,7 +57,8 @@ def test_dynamic_equals_token_by_token_generation(tmp_path):
                   rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0})
     model, ids = load_model(tmp_path, dtype=torch.float32, device=CPU), ids_of(ORIGINAL - 2)
     assert model.max_position == 2 * ORIGINAL
-    generated = oracle.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    generated = oracle.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None,
+                                pad_token_id=0)
     assert greedy(model, ids, 12) == generated[0, len(ids):].tolist()
 
 
@@ -72,8 +73,8 @@ def test_old_and_new_spelling_are_one():
     new = parse_rope({"rope_parameters": KINDS["yarn"]}, 12, 64)
     old = {k: v for k, v in KINDS["yarn"].items() if k not in ("rope_type", "rope_theta")}
     assert parse_rope({"rope_theta": 500.0, "rope_scaling": {"type": "yarn", **old}}, 12, 64) == new
-    assert parse_rope({"rope_scaling": {"type": "su", "short_factor": [1] * 6, "long_factor": [2] * 6}}, 12, 64).kind == \
-        "longrope"
+    su = {"type": "su", "short_factor": [1] * 6, "long_factor": [2] * 6}
+    assert parse_rope({"rope_scaling": su}, 12, 64).kind == "longrope"
 
 
 def test_positions_that_scaling_adds():

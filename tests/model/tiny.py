@@ -10,10 +10,12 @@ import transformers
 SIZES = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where a model's configuration is called otherwise than the model
+
 
 def save(folder: Path, family: str, *, seed: int = 0, shard: str = "5GB", **config) -> transformers.PreTrainedModel:
     """A random model `family`ForCausalLM in `folder`, with every parameter (norms and biases too) random."""
-    config_class = getattr(transformers, f"{family}Config")
+    config_class = getattr(transformers, CONFIGS.get(family, f"{family}Config"))
     model_class = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -61,6 +61,8 @@ class DecoderLayer:
 class Llama:
     """A CausalModel: Llama and its relatives."""
 
+    graphs = True  # forward may be captured in a CUDA graph
+
     def __init__(self, config: ModelConfig, w: Weights, context: int, style: Style | None = None):
         style = style or Style(config.attention_bias, config.attention_bias, config.mlp_bias)
         self.config, self.dtype, self.device = config, w.dtype, w.device
