@@ -32,7 +32,8 @@ class Echo:
     """Answers every row of a plan: lengths as the row formula says, ids at random."""
 
     def __init__(self, emit: int):
-        self.emit, self.slots, self.rng = emit, {}, random.Random(0)
+        self.emit, self.rng = emit, random.Random(0)
+        self.slots: dict[int, list[int]] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
         for seat in plan.seats:
@@ -56,14 +57,15 @@ def measure(rows: int, steps: int, width: int, page_size: int, prompt: int) -> t
     """Seconds of CPU time in plan() + process(), for each step whose rows all decode."""
     emit = 1 + width // 2
     context = prompt + emit * (steps + 40)
-    limits = HostLimits(page_size=page_size, pages=(rows * (context // page_size + 2),), max_slots=rows + 1, width=width,
-                        max_model_len=context + 1, chunk=4096, budget=max(8192, rows * (1 + width)), depth=1)
+    pages = rows * (context // page_size + 2)
+    limits = HostLimits(page_size=page_size, pages=(pages,), max_slots=rows + 1, width=width, depth=1, chunk=4096,
+                        max_model_len=context + 1, budget=max(8192, rows * (1 + width)))
     half, device, rng = HostHalf(limits, lambda sampling: NoText()), Echo(emit), random.Random(1)
     for i in range(rows):
         tokens = [rng.randrange(1000) for _ in range(prompt)]
         half.submit(Request(rid=f"r{i}", tokens=tokens, sampling=SamplingParams(ignore_eos=True)))
     flight: deque[StepResult] = deque()
-    seconds = []
+    seconds: list[float] = []
     while len(seconds) < steps:
         start = time.thread_time()
         plan = half.plan()
@@ -87,8 +89,9 @@ def main() -> None:
     args = parser.parse_args()
     seconds, _ = measure(args.rows, args.steps, args.width, args.page_size, args.prompt)
     ms = sorted(1000 * s for s in seconds)
-    print(f"rows {args.rows}  width {args.width}  page {args.page_size}  steps {len(ms)}: median {statistics.median(ms):.2f}"
-          f" ms  p99 {ms[int(0.99 * len(ms))]:.2f} ms  ({1000 * statistics.median(ms) / args.rows:.2f} us a row)")
+    median, p99 = statistics.median(ms), ms[int(0.99 * len(ms))]
+    print(f"rows {args.rows}  width {args.width}  page {args.page_size}  steps {len(ms)}: CPU time median {median:.2f} ms"
+          f"  p99 {p99:.2f} ms  ({1000 * median / args.rows:.2f} us a row)")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ class Counters:
     aborts: int = 0
     forks: int = 0
     forks_without_pages: int = 0
-    scores_again: int = 0  # prompt scores computed again after a retraction, not delivered again
     host_drafts: int = 0
     pool_bound: int = 0  # turns that ended because the KV cache holds no more of them
     session_turns: int = 0

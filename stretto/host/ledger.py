@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from stretto.host.faults import HostFault, need
 from stretto.host.limits import HostLimits
@@ -51,8 +52,7 @@ class Lease:
         return min(self.top, self.lo + self.flying)
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """Pages for [0, hi + q_cap) and the lookahead, held in every group. Made by Ledger.reserve alone."""
 
     lease: Lease

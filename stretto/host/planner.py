@@ -13,7 +13,7 @@ which it asks sixteen times more after each retraction: no two turns can go on e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from stretto.host.counters import Counters
 from stretto.host.faults import need
@@ -29,8 +29,7 @@ from stretto.wire import Goal, HostDraft, StepPlan
 GROWTH = 16  # tokens that admission leaves to every running turn; sixteen times more for each retraction of the waiting
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A turn's part of a step. Built from a Reservation, so there is no row without pages."""
 
     turn: Turn

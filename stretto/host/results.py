@@ -150,18 +150,14 @@ class Results:
         return [_token_logprob(token, score, alternatives) for token, score in zip(new, row.new_scores)]
 
     # ------------------------------------------------------------------------------------------------ prompt scores
-    def _collect_scores(self, turn: Turn, scores: dict[int, TokenScore]) -> None:
-        """In order of position, each once: after a retraction some are computed again."""
+    @staticmethod
+    def _collect_scores(turn: Turn, scores: dict[int, TokenScore]) -> None:
+        """In order of position, each once: a seat asks from the first that is owed, so a retraction repeats none."""
         alternatives = turn.job.request.sampling.prompt_logprobs
         assert turn.scores is not None and alternatives is not None
         for position in sorted(scores):
             due = turn.job.scores_from + 1 + len(turn.scores)
-            if position >= turn.job.prompt:
-                break
-            if position < due:
-                self._counters.scores_again += 1
-                continue
-            need(position == due, f"the prompt's score at position {position} came; {due} is due")
+            need(position == due < turn.job.prompt, f"the score of the prompt's id {position} came; {due} is due")
             turn.scores.append(_token_logprob(turn.tokens[position], scores[position], alternatives))
 
     @staticmethod

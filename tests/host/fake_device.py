@@ -1,7 +1,8 @@
-"""A device half without a model: it speaks the real messages, and its KV cells hold hashes of the prefix they stand for.
+"""A device half without a model: it speaks the real messages, and its KV cells hold hashes of their prefix.
 
-So a stale, freed, misplaced, or shared-then-overwritten cell is seen by the next read. The target model is a fixed
-function of (prefix, seed, choice), and so is every log-probability: an oracle without an engine says what must come out.
+A stale, freed, misplaced, or shared-then-overwritten cell is seen by the next read. The target model is a fixed
+function of (prefix, seed, choice), and so is every log-probability: an oracle without an engine says what must come
+out.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ class FakeDevice:
         base, pend = slot[Int.LEN], slot[Int.KNOWN] - slot[Int.LEN]
         need(pend >= 1, "live row with nothing to feed")
         need(slot[Int.NDRAFT] == 0 or pend == 1, "drafts on a row that does not sample")
-        need(slot[Int.NDRAFT] == 0 or slot[Int.KNOWN] + slot[Int.NDRAFT] <= slot[Int.LIMIT] - 1, "drafts past the limit")
+        need(slot[Int.NDRAFT] == 0 or slot[Int.KNOWN] + slot[Int.NDRAFT] < slot[Int.LIMIT], "drafts past the limit")
         return min(q_cap, pend + slot[Int.NDRAFT], slot[Int.LIMIT] - 1 - base)
 
     def step_row(self, s: int, epoch: int, q_cap: int) -> RowResult:
@@ -286,10 +287,9 @@ class FakeDevice:
 
     # ------------------------------------------------------------------------------------------------------ scores
     def _prompt_scores(self, slot: Slot, base: int, q: int, hashes: list[int]) -> dict[int, TokenScore]:
-        """Also of generated ids that are fed again after a retraction: the host must not take them for the prompt's."""
         n = max(0, slot[Int.LOGPROBS])
         return {p + 1: score(hashes[p + 1], slot.log[p + 1], n)
-                for p in range(base, base + q) if slot[Int.SCORE_FROM] <= p and p + 1 < slot[Int.KNOWN]}
+                for p in range(base, base + q) if slot[Int.SCORE_FROM] <= p and p + 1 < slot[Int.PROMPT]}
 
     def _new_scores(self, slot: Slot, new: list[int]) -> list[TokenScore]:
         if slot[Int.LOGPROBS] < 0 or not new:

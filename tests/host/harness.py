@@ -57,7 +57,8 @@ class PieceStream:
     def _held(self) -> int:
         """The longest suffix that may still become a stop string."""
         room = len(self.text) - self.sent
-        return max((n for s in self.stops for n in range(1, min(len(s), room + 1)) if self.text.endswith(s[:n])), default=0)
+        lengths = [n for s in self.stops for n in range(1, min(len(s), room + 1)) if self.text.endswith(s[:n])]
+        return max(lengths, default=0)
 
     def _send(self, end: int, stop: str | None, kept: int) -> TextDelta:
         out, self.sent = self.text[self.sent : end], end
@@ -75,7 +76,8 @@ class Answer:
     prompt_logprobs: list[TokenLogprob] | None
 
 
-def oracle(prompt: list[int], request: Request, index: int, seed: int, limits: HostLimits, scores_from: int = 0) -> Answer:
+def oracle(prompt: list[int], request: Request, index: int, seed: int, limits: HostLimits,
+           scores_from: int = 0) -> Answer:
     """What the request must answer, computed one token at a time."""
     s = request.sampling
     asked = limits.max_model_len if s.max_tokens is None else min(limits.max_model_len, len(prompt) + s.max_tokens)
@@ -123,6 +125,7 @@ class World:
     drafter: str = "none"
     accept: float = 1.0
     random_caps: bool = False  # any cap, any row skipped: policies that the product does not have yet
+    eager: bool = False  # turns are admitted with no thought of growth, so that many are retracted
     session_share: float = 0.3
     score_share: float = 0.15
     fork_share: float = 0.2
@@ -152,11 +155,13 @@ def make_world(rng: random.Random, **force) -> World:
         page_size=page, windows=windows, max_slots=rng.choice([4, 9, 14]), max_model_len=context,
         chunk=rng.choice([3, 16, 64]), budget=rng.choice([8, 40, 128]), depth=rng.choice([0, 1, 1, 2, 3]), width=k,
         cap_policy=rng.choice(["full", "one_in_mixed", "budget"]), mixed=rng.random() < 0.8, lookahead=lookahead,
-        prefix_cache=rng.random() < 0.85, eos_token_ids=frozenset({EOS}), seeds=random.Random(rng.random()), poison=True)
+        prefix_cache=rng.random() < 0.85, eos_token_ids=frozenset({EOS}), seeds=random.Random(rng.random()),
+        poison=True)
     fields |= {name: force.pop(name) for name in list(force) if name in HostLimits.__dataclass_fields__}
     pages = tuple(full if w is None or not small_windows else _least_pages(w, page, lookahead) for w in windows)
     limits = HostLimits(**{"pages": pages, **fields})
-    return replaced(World(limits, drafter, rng.choice([0.3, 0.7, 0.95, 1.0]), rng.random() < 0.3), **force)
+    return replaced(World(limits, drafter, rng.choice([0.3, 0.7, 0.95, 1.0]), rng.random() < 0.3,
+                          rng.random() < 0.5), **force)
 
 
 def _least_pages(window: int, page: int, lookahead: int) -> int:
@@ -197,11 +202,14 @@ class Harness:
         self.half = HostHalf(limits, PieceStream)
         if world.random_caps:
             self.half.planner._caps = self._random_caps  # type: ignore[method-assign]
+        if world.eager:
+            self.half.planner._has_room = self._has_room_for_a_chunk  # type: ignore[method-assign]
         self.flight: deque[StepResult] = deque()
         self.asked: dict[str, Asked] = {}
         self.clients: dict[tuple[str, int], Client] = {}
         self.aborted: set[str] = set()
         self.sessions: dict[str, int] = {}  # turns that each may still take
+        self.history: dict[str, list[int]] = {}  # of each session: what its finished turns say
         self.waiting_turns: set[str] = set()  # of sessions, behind a live one
         self.count: Counter[str] = Counter()
         self.rids = 0
@@ -218,6 +226,11 @@ class Harness:
         chunks, tails = share_budget(fills, drafts, chunk=limits.chunk, budget=limits.budget, policy=limits.cap_policy)
         return ([self.rng.randint(1, c) if c else 0 for c in chunks],
                 [0 if self.rng.random() < 0.05 else self.rng.randint(1, c) if c else 0 for c in tails])
+
+    def _has_room_for_a_chunk(self, turn) -> bool:
+        ledger, lease, m = self.half.ledger, turn.lease, self.limits
+        upto = min(lease.top, lease.lo + min(m.chunk, len(turn.tokens) - lease.lo)) + m.lookahead
+        return all(n <= ledger.available(g) for g, n in enumerate(ledger.needed(lease, upto)))
 
     # -- requests
     def random_sampling(self, prompt: int, **fixed) -> SamplingParams:
@@ -248,16 +261,16 @@ class Harness:
         prompt = self.random_prompt() if prompt is None else prompt
         self.rids += 1
         rid = fields.pop("rid", f"r{self.rids}")
-        request = Request(rid=rid, tokens=prompt, sampling=sampling or self.random_sampling(len(prompt)),
-                          priority=self.rng.choice([0, 0, 0, 1]) if "priority" not in fields else fields.pop("priority"),
-                          cache_salt=fields.pop("cache_salt", self.rng.choice(["", "", "s"])),
-                          want_text=fields.pop("want_text", self.rng.random() < 0.9))
+        fields = {"priority": self.rng.choice([0, 0, 0, 1]), "cache_salt": self.rng.choice(["", "", "s"]),
+                  "want_text": self.rng.random() < 0.9} | fields
+        request = Request(rid=rid, tokens=prompt, sampling=sampling or self.random_sampling(len(prompt)), **fields)
         self.half.submit(request)
         self._note(request, prompt, None, 0)
         return rid
 
     def _note(self, request: Request, prompt: list[int], session: str | None, scores_from: int) -> None:
         rid = request.rid
+        expect(self.half._live.of(rid)[0].tokens == prompt, "a turn begins with other ids")
         seed = self.half._live.of(rid)[0].job.seed if request.sampling.seed is None else request.sampling.seed
         self.asked[rid] = Asked(request, prompt, seed & (2**64 - 1), session, scores_from)
         self.aborted.discard(rid)
@@ -269,6 +282,7 @@ class Harness:
         self.rids += 1
         sid = f"s{self.rids}"
         self.half.sessions.open(sid)
+        self.history[sid] = []
         self.sessions[sid] = self.rng.randint(1, 5)
         self.append(sid)
 
@@ -291,14 +305,16 @@ class Harness:
             self.waiting_turns.add(request.rid)
             self.clients[request.rid, 0] = Client()
         else:
-            self._note(request, session.tokens + ids, sid, len(session.tokens))
+            self._note(request, self.history[sid] + ids, sid, len(self.history[sid]))
 
     def _note_begun(self) -> None:
         """Waiting turns of sessions that have begun: now their prompt is known."""
         for rid in [rid for rid in self.waiting_turns if rid in self.half._live]:
             asked, turn = self.asked[rid], self.half._live.of(rid)[0]
-            asked.prompt = turn.tokens[: turn.job.prompt]
-            asked.scores_from = len(asked.prompt) - len(asked.request.tokens)
+            assert asked.session is not None
+            asked.scores_from = len(self.history[asked.session])
+            asked.prompt = self.history[asked.session] + asked.request.tokens
+            expect(turn.tokens[: turn.job.prompt] == asked.prompt, "a turn begins with another history")
             self.waiting_turns.remove(rid)
 
     def touch_sessions(self, closing: bool) -> None:
@@ -315,10 +331,13 @@ class Harness:
             elif self.rng.random() < 0.1 and session.tokens:
                 self.rids += 1
                 child = f"s{self.rids}"
-                self.half.sessions.branch(sid, child, self.rng.randint(1, len(session.tokens)))
-                self.sessions[child] = 1
-            elif self.rng.random() < 0.05 and session.tokens:
-                self.half.sessions.rewind(sid, self.rng.randint(0, len(session.tokens)))
+                n = self.rng.randint(1, len(session.tokens))
+                self.half.sessions.branch(sid, child, n)
+                self.sessions[child], self.history[child] = 1, self.history[sid][:n]
+            elif self.rng.random() < 0.15 and session.tokens:
+                n = self.rng.randint(0, len(session.tokens))
+                self.half.sessions.rewind(sid, n)
+                self.history[sid] = self.history[sid][:n]
 
     # -- aborts
     def abort(self, rid: str) -> None:
@@ -390,6 +409,7 @@ class Harness:
         asked = self.asked[out.rid]
         if out.finish_reason == "error":
             expect(asked.session is not None and asked.scores_from < 0, f"an error: {out.error}")
+            self.waiting_turns.discard(out.rid)
             self.count["session_refusals"] += 1
             return
         if asked.scores_from < 0:
@@ -412,6 +432,8 @@ class Harness:
         expect((client.logprobs or None) == (want.logprobs or None), "log-probabilities differ from the oracle")
         expect(client.prompt_logprobs == want.prompt_logprobs, "prompt log-probabilities differ from the oracle")
         self.count["answers"] += 1
+        if asked.session is not None:
+            self.history[asked.session] = asked.prompt + client.tokens
 
     # -- a whole run
     def new_requests(self) -> None:

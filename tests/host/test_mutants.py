@@ -1,0 +1,510 @@
+"""Each law of the host half, and of the device half it relies on, is broken once; the worlds must notice.
+
+A mutant patches the real classes (or the fake device); no switch for it exists in the product. Survivors stand in
+SURVIVORS with the reason why they change nothing that anybody could see.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import pytest
+
+from stretto.host import planner as planner_module
+from stretto.host import slots as slots_module
+from stretto.host.intake import Intake
+from stretto.host.ledger import Lease, Ledger
+from stretto.host.ops import Ops
+from stretto.host.planner import Planner
+from stretto.host.prefix import PrefixTree
+from stretto.host.results import Results
+from stretto.host.session import Sessions
+from stretto.host.share import share_budget
+from stretto.host.slots import Slots
+from stretto.host.turn import Turn
+from stretto.wire import NEVER, Goal, Int, Seam
+from tests.host.fake_device import FakeDevice
+from tests.host.harness import Harness, World, make_world
+
+Patch = pytest.MonkeyPatch
+
+SPEC = dict(width=3, depth=1, prefix_cache=True)
+EAGLE = dict(SPEC, drafter="eagle", page_size=4)
+WINDOW = dict(SPEC, windows=(None, 5), small_windows=False)
+TIGHT = dict(room=1.0, eager=True)
+LATE = dict(depth=2)
+
+
+@contextmanager
+def changed(lease: Lease, **values):
+    """A lease whose facts are other ones for the length of a call."""
+    before = {name: getattr(lease, name) for name in values}
+    for name, value in values.items():
+        setattr(lease, name, value)
+    yield
+    for name, value in before.items():
+        setattr(lease, name, value)
+
+
+def wrapped(m: Patch, owner: type, name: str, wrapper: Callable) -> None:
+    """wrapper(original, self, *args, **kwargs) instead of a method."""
+    original = getattr(owner, name)
+    m.setattr(owner, name, lambda self, *args, **kwargs: wrapper(original, self, *args, **kwargs))
+
+
+# ------------------------------------------------------------------------------------------------ bounds and pages
+def unclipped_hi(m: Patch) -> None:
+    wrapped(m, Ledger, "_lease_on", lambda f, self, root, path, lo, draft_lo, top: (
+        f(self, root, path, lo, draft_lo, 1 << 30)))
+    m.setattr(Ledger, "limit", lambda self, lease, top: None)
+
+
+def reserve_against_lo(m: Patch) -> None:
+    def reserve(f, self, lease, q_cap, lookahead):
+        with changed(lease, flying=0):
+            return f(self, lease, q_cap, lookahead)
+    wrapped(m, Ledger, "reserve", reserve)
+
+
+def reserve_one_token(m: Patch) -> None:
+    wrapped(m, Ledger, "reserve", lambda f, self, lease, q_cap, lookahead: (
+        (got := f(self, lease, 1, lookahead)) and got._replace(q_cap=q_cap)))
+
+
+def lookahead_clipped(m: Patch) -> None:
+    wrapped(m, Ledger, "reserve", lambda f, self, lease, q_cap, lookahead: (
+        (got := f(self, lease, q_cap + lookahead, 0)) and got._replace(q_cap=q_cap)))
+
+
+def reserve_first_group_only(m: Patch) -> None:
+    def reserve(f, self, lease, q_cap, lookahead):
+        got = f(self, lease, q_cap, lookahead)
+        return got and got._replace(mapped=[entry for entry in got.mapped if entry[0] == 0])
+    wrapped(m, Ledger, "reserve", reserve)
+
+
+def slide_at(cells: int) -> Callable[[Patch], None]:
+    def slide(f, self, lease):
+        with changed(lease, lo=min(lease.hi, lease.lo + lease.flying) + cells if cells > 1 else lease.lo + 1):
+            return f(self, lease)
+    return lambda m: wrapped(m, Ledger, "slide", slide)
+
+
+def slide_keeps_the_pin(m: Patch) -> None:
+    def let_go(f, self, lease, group, index):
+        if index >= len(lease.nodes) or self.windows[group] is None:
+            f(self, lease, group, index)
+    wrapped(m, Ledger, "_let_go", let_go)
+
+
+def publish_up_to_known(m: Patch) -> None:
+    def publish(f, self, lease, tokens):
+        with changed(lease, lo=min(len(tokens), lease.hi)):
+            return f(self, lease, tokens)
+    wrapped(m, Ledger, "publish", publish)
+
+
+def publish_up_to_hi(m: Patch) -> None:
+    """Also above what is known: with the ids that are given."""
+    def publish(f, self, lease, tokens):
+        with changed(lease, lo=lease.hi):
+            return f(self, lease, list(tokens) + [1] * 64)
+    wrapped(m, Ledger, "publish", publish)
+
+
+def swap_without_remapping(m: Patch) -> None:
+    """The duplicate of a shared page is freed while the device's table still names it."""
+    wrapped(m, Ledger, "_share_page", lambda f, *args: f(*args) and [])
+
+
+def adopt_over_a_window_gap(m: Patch) -> None:
+    m.setattr(Ledger, "_window_held", lambda self, path: True)
+
+
+def adopt_without_reference(m: Patch) -> None:
+    m.setattr(PrefixTree, "pin", lambda self, node, group: None)
+
+
+def settle_keeps_length(m: Patch) -> None:
+    def settle(self, lease, n):
+        lease.flight.clear()
+        lease.flying = 0
+    m.setattr(Ledger, "settle", settle)
+
+
+def settle_keeps_flight(m: Patch) -> None:
+    def settle(self, lease, n):
+        lease.lo = lease.draft_lo = min(lease.lo, n)
+    m.setattr(Ledger, "settle", settle)
+
+
+def fork_shares_last_page(m: Patch) -> None:
+    def copy_page(self, parent, child, index):
+        for g in self._groups:
+            child.pages[g].append(parent.pages[g][index])
+        return True
+    m.setattr(Ledger, "_copy_page", copy_page)
+
+
+def fork_without_copy(m: Patch) -> None:
+    m.setattr(Ops, "copy", lambda self, group, source, target: None)
+
+
+def seam_lost(m: Patch) -> None:
+    m.setattr(Ledger, "seam", lambda self, lease: Seam.UNKNOWN if lease.lo else Seam.START)
+
+
+def seam_of_a_page_end_everywhere(m: Patch) -> None:
+    m.setattr(Ledger, "seam", lambda self, lease: lease.pages[0][(lease.lo - 1) // self.page_size] if lease.lo else 0)
+
+
+def truncate_keeps_a_shared_page(m: Patch) -> None:
+    def truncate(self, lease, n):
+        lease.lo = lease.draft_lo = min(lease.lo, n)
+        return lease.lo
+    m.setattr(Ledger, "truncate", truncate)
+
+
+def pins_cannot_be_reclaimed(m: Patch) -> None:
+    m.setattr(Planner, "_reclaim", lambda self, keep=None: False)
+
+
+def drop_forgets_the_last_page(m: Patch) -> None:
+    def drop(f, self, lease):
+        for pages in lease.pages:
+            del pages[max(len(lease.nodes), len(pages) - 1):]
+        f(self, lease)
+    wrapped(m, Ledger, "drop", drop)
+
+
+# ------------------------------------------------------------------------------------------------ slots and epochs
+def results_without_epochs(m: Patch) -> None:
+    m.setattr(Slots, "owner", lambda self, slot, epoch: self._occupants[slot])
+
+
+def reseat_keeps_epoch(m: Patch) -> None:
+    def reseat(f, self, old, new, seam, log_from):
+        epoch, self._epochs = self._epochs, old.epoch - 1
+        f(self, old, new, seam, log_from)
+        self._epochs = epoch
+    wrapped(m, Slots, "reseat", reseat)
+
+
+def release_keeps_pending_maps(m: Patch) -> None:
+    def release(self, slot):
+        self._seats.pop(slot, None)
+        self._releases[slot] = None
+    m.setattr(Ops, "release", release)
+    m.setattr("stretto.host.ops.need", lambda ok, message: None)
+
+
+def release_keeps_pending_seat(m: Patch) -> None:
+    def release(self, slot):
+        self._maps.pop(slot, None)
+        self._releases[slot] = None
+    m.setattr(Ops, "release", release)
+    m.setattr("stretto.host.ops.need", lambda ok, message: None)
+
+
+def seat_without_pages(m: Patch) -> None:
+    """The pages of a prefix hit are not mapped."""
+    wrapped(m, Slots, "seat", lambda f, self, turn, seam: (
+        f(self, turn, seam), self._ops._maps.pop(turn.slot, None))[0])
+
+
+# ------------------------------------------------------------------------------------------------- columns of seats
+def column(name: Int, value: Callable[[int, Turn], int]) -> Callable[[Patch], None]:
+    def seat_of(f, turn, lease, **kwargs):
+        seat = f(turn, lease, **kwargs)
+        seat.ints[name] = value(seat.ints[name], turn)
+        return seat
+
+    def patch(m: Patch) -> None:
+        original = slots_module.seat_of
+        m.setattr(slots_module, "seat_of", lambda *args, **kwargs: seat_of(original, *args, **kwargs))
+    return patch
+
+
+def score_limit_is_known(m: Patch) -> None:
+    column(Int.LIMIT, lambda old, turn: old - (turn.job.goal == Goal.SCORE))(m)
+
+
+def a_seed_for_each_seating(m: Patch) -> None:
+    numbers = iter(range(1 << 30))
+    column(Int.SEED_LOW, lambda old, turn: next(numbers) % 1000)(m)
+
+
+# ------------------------------------------------------------------------------------------------ prompts and scores
+def score_row_adopts_all(m: Patch) -> None:
+    m.setattr(Turn, "adoptable", property(lambda self: len(self.tokens) - 1))
+
+
+def adopt_the_whole_prompt(m: Patch) -> None:
+    m.setattr(Turn, "adoptable", property(lambda self: len(self.tokens)))
+
+
+def scores_from_the_start_again(m: Patch) -> None:
+    column(Int.SCORE_FROM, lambda old, turn: NEVER if turn.scores is None else turn.job.scores_from)(m)
+
+
+# ------------------------------------------------------------------------------------------------- ends of turns
+def ids_behind_a_stop_string(m: Patch) -> None:
+    wrapped(m, Results, "_deliver", lambda f, self, turn, row, outputs: _deliver_all(f, self, turn, row, outputs))
+
+
+def _deliver_all(deliver, self, turn, row, outputs):
+    before, count = len(turn.tokens), len(outputs)
+    ending = deliver(self, turn, row, outputs)
+    kept = len(turn.tokens) - before
+    turn.tokens += row.new[kept:]
+    for out in outputs[count:]:
+        out.token_ids = list(row.new)
+    return ending
+
+
+def text_of_a_stop_id(m: Patch) -> None:
+    m.setattr(Results, "_readable", staticmethod(lambda turn, new, ending: new))
+
+
+def abort_keeps_the_lease(m: Patch) -> None:
+    def abort(f, self, rid):
+        for turn in self._live.of(rid):
+            if turn.slot >= 0:
+                turn.lease = self._ledger.adopt([], 0, 1)
+        return f(self, rid)
+    wrapped(m, Results, "abort", abort)
+
+
+def abort_keeps_the_slot(m: Patch) -> None:
+    """The row goes on; its ids go to a client that has heard of the end."""
+    def withdraw(f, self, turn):
+        if turn.slot < 0:
+            return f(self, turn)
+        return []
+    wrapped(m, Results, "_withdraw", withdraw)
+
+
+def retraction_forgets_what_was_delivered(m: Patch) -> None:
+    def retract(f, self, turn):
+        f(self, turn)
+        del turn.tokens[turn.job.prompt:]
+    wrapped(m, Planner, "_retract", retract)
+
+
+def choices_without_index(m: Patch) -> None:
+    column(Int.CHOICE, lambda old, turn: 0)(m)
+
+
+def choices_lost_at_the_first_id(m: Patch) -> None:
+    m.setattr(Results, "_fork", lambda self, turn, new: None)
+
+
+def session_keeps_an_aborted_turn(m: Patch) -> None:
+    def aborted(f, self, turn):
+        turn.session.tokens = list(turn.tokens)
+        return f(self, turn)
+    wrapped(m, Sessions, "aborted", aborted)
+
+
+def rewind_keeps_the_lease(m: Patch) -> None:
+    m.setattr(Ledger, "truncate", lambda self, lease, n: n)
+
+
+# ------------------------------------------------------------------------------------------------------- planning
+def budget_ignored(m: Patch) -> None:
+    m.setattr(planner_module, "share_budget", lambda fills, drafts, **k: share_budget(
+        fills, drafts, **{**k, "budget": k["budget"] + 3}))
+    m.setattr(planner_module, "need", lambda ok, message: None)
+
+
+def chunk_ignored_for_forked_rows(m: Patch) -> None:
+    """A chunk row that asks for more than is owed."""
+    m.setattr(Planner, "_caps", lambda self, fills, drafts: ([n + 1 for n in fills], [1 + n for n in drafts]))
+    m.setattr(planner_module, "need", lambda ok, message: None)
+
+
+def cap_policy_unheeded(m: Patch) -> None:
+    m.setattr(planner_module, "share_budget", lambda fills, drafts, **k: share_budget(
+        fills, drafts, **{**k, "policy": "full"}))
+
+
+def mixing_off_unheeded(m: Patch) -> None:
+    def decide(f, self):
+        object.__setattr__(self._limits, "mixed", True)
+        try:
+            return f(self)
+        finally:
+            object.__setattr__(self._limits, "mixed", False)
+    wrapped(m, Planner, "_decide", decide)
+
+
+def victims_keep_their_row(m: Patch) -> None:
+    def reserve(f, self, turn, cap, rows):
+        return f(self, turn, cap, dict(rows))  # a copy: what is retracted stays in the plan
+    wrapped(m, Planner, "_reserve_or_retract", reserve)
+
+
+def rows_beyond_the_limit(m: Patch) -> None:
+    m.setattr(Planner, "_may_emit", staticmethod(lambda turn: True))
+
+
+def host_drafts_not_longer(m: Patch) -> None:
+    def propose(f, self, rows):
+        depth = self._limits.depth
+        object.__setattr__(self._limits, "depth", 0)
+        f(self, rows)
+        object.__setattr__(self._limits, "depth", depth)
+    wrapped(m, Planner, "_propose", propose)
+
+
+def eos_ignored(m: Patch) -> None:
+    m.setattr(Intake, "_stop_ids", lambda self, sampling: tuple(sampling.stop_token_ids))
+
+
+# --------------------------------------------------------------------------------- the device half's share of the laws
+class UnguardedOffer(FakeDevice):
+    def may_offer(self, slot, n_out):
+        return True
+
+    def offer(self, slot, ids, n_out):
+        self.write_offer(slot, ids)
+
+
+class LateDraftUnchecked(FakeDevice):
+    def host_draft(self, slot, epoch, at, ids):
+        if slot[Int.EPOCH] == epoch and not slot[Int.DONE] and slot[Int.KNOWN] - slot[Int.LEN] == 1:
+            self.offer(slot, ids[: slot[Int.SPECULATION]], 1)
+
+
+class CellStoredAtI(FakeDevice):
+    def ingest(self, slot, base, final, shift=0):
+        super().ingest(slot, base, final, shift=1)
+
+
+class SeamNotKept(FakeDevice):
+    def _seat_seam(self, slot, seam):
+        slot.seam = None if slot[Int.LEN] else 0
+
+
+class IngestsOnlySpeculatingRows(FakeDevice):
+    def ingests(self, slot):
+        return slot[Int.SPECULATION] > 0
+
+
+class CapIgnored(FakeDevice):
+    def q_of(self, slot, q_cap):
+        wide = slot[Int.KNOWN] - slot[Int.LEN] == 1
+        return super().q_of(slot, 1 + slot[Int.NDRAFT] if wide else q_cap)
+
+
+class ScoreRowSamples(FakeDevice):
+    def n_out(self, slot, base, q):
+        return max(0, base + q - slot[Int.KNOWN] + 1)
+
+
+MUTANTS: dict[str, tuple[Callable[[Patch], None] | type[FakeDevice], dict]] = {
+    "unclipped_hi": (unclipped_hi, dict(
+        width=7, depth=2, page_size=1, room=1.0, cap_policy="full", drafter="ngram", windows=(None,), max_new=300,
+        session_share=0, score_share=0)),
+    "reserve_against_lo": (reserve_against_lo, SPEC),
+    "reserve_one_token": (reserve_one_token, SPEC),
+    "reserve_first_group_only": (reserve_first_group_only, WINDOW),
+    "lookahead_clipped": (lookahead_clipped, EAGLE),
+    "slide_against_hi": (slide_at(2), WINDOW),
+    "slide_without_the_cell_fed_again": (slide_at(1), dict(
+        EAGLE, windows=(None, 16), small_windows=False, session_share=1.0)),
+    "slide_keeps_the_pin": (slide_keeps_the_pin, dict(WINDOW, small_windows=True, page_size=4)),
+    "publish_up_to_known": (publish_up_to_known, SPEC),
+    "publish_up_to_hi": (publish_up_to_hi, dict(SPEC, page_size=4)),
+    "swap_without_remapping": (swap_without_remapping, dict(SPEC, page_size=4, room=3.0)),
+    "adopt_over_a_window_gap": (adopt_over_a_window_gap, dict(WINDOW, page_size=4, room=3.0, small_windows=True)),
+    "adopt_without_reference": (adopt_without_reference, dict(SPEC, page_size=4)),
+    "settle_keeps_length": (settle_keeps_length, dict(width=7, depth=2, accept=1.0, session_share=1.0)),
+    "settle_keeps_flight": (settle_keeps_flight, dict(LATE, session_share=1.0)),
+    "fork_shares_last_page": (fork_shares_last_page, dict(fork_share=0.5)),
+    "fork_without_copy": (fork_without_copy, dict(fork_share=0.5, page_size=8)),
+    "seam_lost": (seam_lost, EAGLE),
+    "seam_of_a_page_end_everywhere": (seam_of_a_page_end_everywhere, EAGLE),
+    "truncate_keeps_a_shared_page": (truncate_keeps_a_shared_page, dict(SPEC, page_size=4, session_share=1.0)),
+    "pins_cannot_be_reclaimed": (pins_cannot_be_reclaimed, dict(TIGHT, session_share=0.8)),
+    "drop_forgets_the_last_page": (drop_forgets_the_last_page, {}),
+    "results_without_epochs": (results_without_epochs, LATE),
+    "reseat_keeps_epoch": (reseat_keeps_epoch, dict(LATE, session_share=1.0)),
+    "release_keeps_pending_maps": (release_keeps_pending_maps, dict(SPEC, page_size=4, eager=True)),
+    "release_keeps_pending_seat": (release_keeps_pending_seat, TIGHT),
+    "seat_without_pages": (seat_without_pages, dict(page_size=4, prefix_cache=True)),
+    "score_limit_is_known": (score_limit_is_known, {}),
+    "score_row_samples": (ScoreRowSamples, {}),
+    "score_row_adopts_all": (score_row_adopts_all, dict(page_size=4, prefix_cache=True)),
+    "adopt_the_whole_prompt": (adopt_the_whole_prompt, dict(page_size=1, prefix_cache=True)),
+    "scores_from_the_start_again": (scores_from_the_start_again, dict(TIGHT, page_size=8)),
+    "a_seed_for_each_seating": (a_seed_for_each_seating, TIGHT),
+    "min_tokens_ignored": (column(Int.FIRST_STOP, lambda old, turn: turn.job.prompt), {}),
+    "known_of_the_prompt_only": (column(Int.KNOWN, lambda old, turn: turn.job.prompt), TIGHT),
+    "draft_length_of_the_prompt": (column(Int.DRAFT_LEN, lambda old, turn: len(turn.tokens)), EAGLE),
+    "log_probabilities_column": (column(Int.LOGPROBS, lambda old, turn: -1), {}),
+    "ids_behind_a_stop_string": (ids_behind_a_stop_string, dict(SPEC, accept=1.0)),
+    "text_of_a_stop_id": (text_of_a_stop_id, {}),
+    "eos_ignored": (eos_ignored, {}),
+    "abort_keeps_the_lease": (abort_keeps_the_lease, {}),
+    "abort_keeps_the_slot": (abort_keeps_the_slot, {}),
+    "retraction_forgets_what_was_delivered": (retraction_forgets_what_was_delivered, TIGHT),
+    "choices_without_index": (choices_without_index, dict(fork_share=0.5)),
+    "choices_lost_at_the_first_id": (choices_lost_at_the_first_id, dict(fork_share=0.5)),
+    "session_keeps_an_aborted_turn": (session_keeps_an_aborted_turn, dict(session_share=1.0)),
+    "rewind_keeps_the_lease": (rewind_keeps_the_lease, dict(session_share=1.0)),
+    "budget_ignored": (budget_ignored, dict(budget=8)),
+    "more_than_is_owed": (chunk_ignored_for_forked_rows, dict(SPEC, drafter="ngram")),
+    "cap_policy_unheeded": (cap_policy_unheeded, dict(SPEC, cap_policy="one_in_mixed", mixed=True)),
+    "mixing_off_unheeded": (mixing_off_unheeded, dict(mixed=False)),
+    "victims_keep_their_row": (victims_keep_their_row, TIGHT),
+    "rows_beyond_the_limit": (rows_beyond_the_limit, dict(depth=3)),
+    "host_drafts_not_longer": (host_drafts_not_longer, dict(SPEC, depth=2, drafter="host")),
+    "unguarded_offer": (UnguardedOffer, dict(SPEC, drafter="ngram")),
+    "late_draft_unchecked": (LateDraftUnchecked, dict(SPEC, drafter="host", accept=1.0)),
+    "drafter_cell_stored_at_i": (CellStoredAtI, dict(EAGLE, session_share=0)),
+    "seam_not_kept": (SeamNotKept, EAGLE),
+    "ingests_only_speculating_rows": (IngestsOnlySpeculatingRows, EAGLE),
+    "cap_ignored": (CapIgnored, dict(SPEC, accept=0.95, drafter="ngram", random_caps=True)),
+}
+
+SURVIVORS = {
+    "release_keeps_pending_seat": "a seated slot that no row names feeds nothing, and its next seat overwrites it",
+    "publish_up_to_known": "the step in flight writes the cell before anybody who adopts the page can read it",
+    "rows_beyond_the_limit": "the device answers them with nothing; it costs rows, not text",
+    "host_drafts_not_longer": "late proposals run out of ids and offer fewer; it costs acceptance, not text",
+}
+
+
+def first_failure(world_of: Callable[[random.Random], World], worlds: int, steps: int) -> str | None:
+    """What went wrong in the first world that shows anything."""
+    for seed in range(worlds):
+        try:
+            Harness(world_of(random.Random(seed * 7919 + 1)), seed).run(steps)
+        except (AssertionError, LookupError, ValueError) as failure:
+            return f"{type(failure).__name__}: {failure}"
+    return None
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_law_is_seen(name: str, monkeypatch: Patch):
+    mutant, force = MUTANTS[name]
+    device = FakeDevice
+    if isinstance(mutant, type):
+        device = mutant
+    else:
+        mutant(monkeypatch)
+    worlds = 3 if name in SURVIVORS else 40
+    seen = first_failure(lambda rng: make_world(rng, **{"device": device, "eager": False, **force}), worlds, 60)
+    if name in SURVIVORS:
+        assert seen is None, f"no survivor any more: {seen}"
+    else:
+        assert seen is not None, f"{name} is not noticed in {worlds} worlds"
+
+
+@pytest.mark.parametrize("force", {repr(force): force for _, force in MUTANTS.values()}.values(), ids=repr)
+def test_the_same_worlds_with_the_laws_intact(force: dict):
+    """What the mutants are caught by is the mutation, not the world."""
+    assert first_failure(lambda rng: make_world(rng, **{"eager": False, **force}), 2, 40) is None
