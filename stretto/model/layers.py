@@ -224,8 +224,8 @@ class Head:
     def __init__(self, w: Weights, name: str, embedding: Embedding, tied: bool):
         own = f"{name}.weight"
         if tied and w.differ(own, embedding.name):
-            logger.warning("the config ties the head to the embedding, but %s differs from %s: the checkpoint's own head "
-                           "is used; set tie_word_embeddings to false to say so", own, embedding.name)
+            logger.warning("the config ties the head to the embedding, but %s differs from %s: the checkpoint's own "
+                           "head is used; set tie_word_embeddings to false to say so", own, embedding.name)
             tied = False
         if tied:
             self.weight = embedding.weight
