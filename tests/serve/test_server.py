@@ -1,0 +1,182 @@
+"""The server as a program: starting, draining, dying, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from stretto.serve.server import bind, url_of
+from stretto.serve.settings import ServeSettings
+from tests.serve.conftest import events
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOW = {"step_seconds": 0.02, "max_model_len": 100_000}
+
+
+class Program:
+    def __init__(self, options: dict[str, Any], settings: dict[str, Any]):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.serve.serve_fake", str(self.port), json.dumps(options), json.dumps(settings)],
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=(file := tempfile.TemporaryFile("w+")))
+        self._file = file
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20, trust_env=False)
+
+    def log(self) -> str:
+        """What the program has written to stderr."""
+        self._file.seek(0)
+        return self._file.read()
+
+    def until(self, path: str, status: int, seconds: float = 20.0) -> httpx.Response:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.TransportError):
+                answer = self.http.get(path)
+                if answer.status_code == status:
+                    return answer
+            time.sleep(0.05)
+        raise AssertionError(f"{path} did not become {status}; exit code {self.process.poll()}")
+
+    def engine(self) -> psutil.Process:
+        (engine,) = [c for c in psutil.Process(self.process.pid).children() if "spawn_main" in " ".join(c.cmdline())]
+        return engine
+
+    def complete(self, prompt: str, **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 50} | fields)
+
+    def in_thread(self, prompt: str, **fields: Any) -> tuple[threading.Thread, list[httpx.Response]]:
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(self.complete(prompt, **fields)))
+        thread.start()
+        return thread, answers
+
+    def until_running(self, count: int) -> None:
+        deadline = time.monotonic() + 10
+        while f'stretto_running{{engine="0",model_name="fake/tiny"}} {count}.0' not in self.http.get("/metrics").text:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def program(options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Program]:
+    made = Program(options or {}, settings)
+    try:
+        yield made
+    finally:
+        made.http.close()
+        made.process.kill()
+        made.process.wait()
+
+
+def test_life_of_a_server():
+    """Alive and not ready while it starts; drains on SIGTERM: what runs is finished, new requests are refused."""
+    with program({"start_seconds": 1.5} | SLOW) as server:
+        starting = server.until("/readyz", 503)
+        assert starting.json()["error"]["code"] == "starting" and starting.headers["retry-after"]
+        assert server.http.get("/livez").status_code == 200 and server.http.get("/startupz").status_code == 503
+        assert server.complete("x").json()["error"]["code"] == "starting"
+        server.until("/readyz", 200)
+        assert server.http.get("/startupz").status_code == 200
+        assert server.complete("say:hi").json()["choices"][0]["text"] == "hi"
+        engine = server.engine()
+        thread, answers = server.in_thread("x", max_tokens=50, stream=True)
+        server.until_running(1)
+        server.process.send_signal(signal.SIGTERM)
+        draining = server.until("/readyz", 503)
+        assert draining.json()["error"]["code"] == "draining"
+        assert server.complete("y").json()["error"]["code"] == "draining"
+        thread.join(10)
+        assert events(answers[0].text)[-1] == "[DONE]"
+        assert server.process.wait(10) == 0 and not engine.is_running()
+        with socket.create_server(("127.0.0.1", server.port)):
+            pass  # the port is free again
+
+
+@pytest.mark.parametrize("second_signal", [False, True])
+def test_a_drain_ends_in_time_and_tells_the_clients(second_signal: bool):
+    with program(SLOW, drain_timeout=60 if second_signal else 0.3) as server:
+        server.until("/readyz", 200)
+        calls = [server.in_thread("x", max_tokens=90_000, stream=stream) for stream in (True, False)]
+        server.until_running(2)
+        server.process.send_signal(signal.SIGINT)
+        if second_signal:
+            server.until("/readyz", 503)
+            server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(10) == 0
+        for thread, _ in calls:
+            thread.join(10)
+        streamed, whole = (answers[0] for _, answers in calls)
+        assert events(streamed.text)[-1]["error"]["code"] == "request_aborted"
+        assert whole.status_code == 499 and whole.json()["error"]["code"] == "request_aborted"
+
+
+def test_case_17_07_signals_while_loading_leave_nothing():
+    with program({"start_seconds": 60}) as server:
+        server.until("/livez", 200)
+        time.sleep(0.5)
+        engine = server.engine()
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(10) == 0
+        psutil.wait_procs([engine], timeout=10)
+        assert not engine.is_running()
+
+
+def test_case_17_07_a_killed_server_leaves_no_engine():
+    with program() as server:
+        server.until("/readyz", 200)
+        engine = server.engine()
+        server.process.kill()
+        _, alive = psutil.wait_procs([engine], timeout=10)
+        assert not alive
+
+
+def test_case_17_01_a_dead_engine_ends_the_server_with_an_error():
+    with program(SLOW) as server:
+        server.until("/readyz", 200)
+        thread, answers = server.in_thread("x", max_tokens=90_000)
+        server.until_running(1)
+        server.engine().kill()
+        thread.join(10)
+        assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "engine_dead"
+        assert server.process.wait(15) == 1
+        assert "ended unexpectedly" in server.log()
+
+
+def test_a_failed_start_says_why():
+    with program({"start_error": "no such model"}) as server:
+        assert server.process.wait(20) == 1
+        assert "no such model" in server.log()
+
+
+def test_a_taken_port_is_named_before_anything_loads():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+            bind("127.0.0.1", port)
+
+
+def test_urls():
+    with bind("127.0.0.1", 0) as sock:
+        assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("fields", [{"api_keys": ("",)}, {"default_sampling": {"temprature": 1}}])
+def test_settings_are_checked(fields: dict[str, Any]):
+    with pytest.raises(ValueError):
+        ServeSettings(**fields)
