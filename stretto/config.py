@@ -175,6 +175,7 @@ class ModelFacts:
     parameters: int
     dtype: str  # of the checkpoint
     kv_groups: tuple[KVGroupFacts, ...]
+    sampling_defaults: tuple[tuple[str, float], ...] = ()  # of generation_config.json, by the names of SamplingParams
 
 
 class DrafterWidths(Protocol):
@@ -258,6 +259,7 @@ class Resolved:
     drafter: str | None  # as asked, with its settings
     speculation_tokens: int
     lookahead: int  # cells past the committed length that the drafter writes
+    sampling_defaults: tuple[tuple[str, float], ...]  # of requests to the server that do not say otherwise
     memory: MemoryPlan
     decisions: tuple[Decision, ...]
 
@@ -296,6 +298,7 @@ class _Resolution:
         context = self._fit_context(context, tokens - width - lookahead, page_size)
         self._stop_if_refused()
         mixed, overlap, prefix = self._switches()
+        sampling = self._sampling_defaults()
         return Resolved(
             config=self.config, model_name=self.model.name, device=device.kind, dtype=dtype, max_model_len=context,
             seed=self.config.model.seed, page_size=page_size, pages=pages,
@@ -303,7 +306,7 @@ class _Resolution:
             max_num_seqs=seqs, max_num_batched_tokens=budget, chunk_size=chunk, mixed_chunk=mixed,
             depth=1 if overlap else 0, cap_policy=self.config.schedule.cap_policy,
             drafter=self.config.speculation.speculation if width else None, speculation_tokens=width,
-            lookahead=lookahead, memory=memory, decisions=tuple(self.decisions))
+            lookahead=lookahead, sampling_defaults=sampling, memory=memory, decisions=tuple(self.decisions))
 
     def _note(self, feature: str, asked: object, now: object, why: str = "", changed: bool = False) -> None:
         self.decisions.append(Decision(feature, _shown(asked), _shown(now), why, changed))
@@ -578,6 +581,15 @@ class _Resolution:
         return fitted
 
     # ------------------------------------------------------------------------------------------ switches
+    def _sampling_defaults(self) -> tuple[tuple[str, float], ...]:
+        asked, found = self.config.serve.generation_config, self.model.sampling_defaults
+        now = found if asked == "auto" else ()
+        why = "the model's generation_config.json; requests may say otherwise" if now else "those of the OpenAI API"
+        if found and not now:
+            why += f"; generation_config.json has {_listed(found)}"
+        self._note("sampling defaults", asked, _listed(now) or "OpenAI's", why)
+        return now
+
     def _switches(self) -> tuple[bool, bool, bool]:
         schedule, kv = self.config.schedule, self.config.kv
         mixed = schedule.mixed_chunk is not False
@@ -589,6 +601,10 @@ class _Resolution:
         self._note("cap policy", schedule.cap_policy, schedule.cap_policy)
         self._note("prefix caching", kv.prefix_caching, prefix)
         return mixed, overlap, prefix
+
+
+def _listed(values: tuple[tuple[str, float], ...]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in values)
 
 
 def _shown(value: object) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -91,24 +92,26 @@ def _cgroup_memory() -> tuple[int | None, int]:
 def model_facts(path: Path) -> ModelFacts:
     """Sizes of the model at `path`."""
     if path.suffix == ".gguf":
-        return _native_facts(path, ModelConfig.from_hf(gguf_config(path)), GGUFSource(path))
+        return _native_facts(path, ModelConfig.from_hf(gguf_config(path)), GGUFSource(path), None)
     raw, generation = read_config(path)
     source = SafetensorsSource(path)
     if find_builder(architecture_of(raw)) is None:
-        return _fallback_facts(path, source)
-    return _native_facts(path, ModelConfig.from_hf(raw, generation), source)
+        return _fallback_facts(path, source, generation)
+    return _native_facts(path, ModelConfig.from_hf(raw, generation), source, generation)
 
 
-def _native_facts(path: Path, config: ModelConfig, source: WeightSource) -> ModelFacts:
+def _native_facts(path: Path, config: ModelConfig, source: WeightSource,
+                  generation: Mapping[str, Any] | None) -> ModelFacts:
     layers = [LayerSpec(config.n_heads, config.n_kv_heads, config.head_dim, 1.0, window) for window in config.windows]
     return ModelFacts(
-        name=path.stem if path.suffix == ".gguf" else path.resolve().name, architecture=config.architecture,
+        name=model_name(path), architecture=config.architecture,
         n_layers=config.n_layers, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size, context=config.max_position, parameters=count_parameters(source),
-        dtype="gguf" if path.suffix == ".gguf" else config.dtype or "float32", kv_groups=kv_groups(layers))
+        dtype="gguf" if path.suffix == ".gguf" else config.dtype or "float32", kv_groups=kv_groups(layers),
+        sampling_defaults=sampling_defaults(generation))
 
 
-def _fallback_facts(path: Path, source: WeightSource) -> ModelFacts:
+def _fallback_facts(path: Path, source: WeightSource, generation: Mapping[str, Any] | None) -> ModelFacts:
     """From what transformers reads out of config.json; it gives common names to what models call differently."""
     config = AutoConfig.from_pretrained(path).get_text_config()
     heads, hidden = config.num_attention_heads, config.hidden_size
@@ -116,11 +119,12 @@ def _fallback_facts(path: Path, source: WeightSource) -> ModelFacts:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     layers = [LayerSpec(heads, kv_heads, head_dim, 1.0, window) for window in _fallback_windows(config)]
     return ModelFacts(
-        name=path.resolve().name, architecture=(config.architectures or [config.model_type])[0],
+        name=model_name(path), architecture=(config.architectures or [config.model_type])[0],
         n_layers=config.num_hidden_layers, hidden_size=hidden,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden, vocab_size=config.vocab_size,
         context=config.max_position_embeddings, parameters=count_parameters(source),
-        dtype=str(config.dtype or "float32").removeprefix("torch."), kv_groups=kv_groups(layers))
+        dtype=str(config.dtype or "float32").removeprefix("torch."), kv_groups=kv_groups(layers),
+        sampling_defaults=sampling_defaults(generation))
 
 
 def _fallback_windows(config) -> list[int | None]:
@@ -129,6 +133,27 @@ def _fallback_windows(config) -> list[int | None]:
     if types is not None:
         return [window if kind == "sliding_attention" else None for kind in types]
     return [window] * config.num_hidden_layers
+
+
+def model_name(path: Path) -> str:
+    """The last part of the path, without ".gguf"; owner/model for a folder of the hub's cache."""
+    if path.suffix == ".gguf":
+        return path.stem
+    folder = path.resolve()
+    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return folder.name
+
+
+# Keys of generation_config.json that set defaults, by the names of SamplingParams: the same that vLLM takes.
+_DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+             "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+
+
+def sampling_defaults(generation: Mapping[str, Any] | None) -> tuple[tuple[str, float], ...]:
+    """Sampling defaults that a generation_config.json holds."""
+    found = ((ours, (generation or {}).get(theirs)) for theirs, ours in _DEFAULTS.items())
+    return tuple((name, value) for name, value in found if isinstance(value, int | float) and value is not True)
 
 
 def kv_groups(layers: Sequence[LayerSpec]) -> tuple[KVGroupFacts, ...]:

@@ -27,7 +27,7 @@ from stretto.cli.options import (
     engine_config,
 )
 from stretto.cli.report import render
-from stretto.cli.starting import resolve_all
+from stretto.cli.starting import prepare_or_fail
 from stretto.compat import ConfigError
 from stretto.report import start_report
 
@@ -47,8 +47,8 @@ def explain(model: ModelOptions = MODEL, *, kv: KVOptions = KV, schedule: Schedu
     """
     config = engine_config(model, kv, schedule, speculation, parallel, serve)
     try:
-        resolved, facts = resolve_all(config)
-        report = start_report(resolved, facts, version("stretto"))
+        prepared = prepare_or_fail(config)
+        report = start_report(prepared.resolved, prepared.facts, version("stretto"))
     except ConfigError as e:
         if not as_json:
             raise

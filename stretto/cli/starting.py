@@ -1,4 +1,4 @@
-"""What commands that need a model share: from the settings to facts and the resolved configuration."""
+"""What commands that need a model share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from stretto.cli.failures import CommandFailed
-from stretto.config import Config, Facts, Resolved, resolve
-from stretto.facts import gather_facts
+from stretto.config import Config
+from stretto.engine.build import Prepared, prepare
 from stretto.model.config import ConfigError
-from stretto.model.hub import ModelNotFound, resolve_model
+from stretto.model.hub import ModelNotFound
 from stretto.model.source import WeightError
 from stretto.protocol import EngineDead
+from stretto.text.gguf_file import GGUFError
+from stretto.text.tokenizer import TokenizerError
 
 
 @contextmanager
@@ -20,13 +22,12 @@ def expected_failures() -> Iterator[None]:
     since it has a form of its own."""
     try:
         yield
-    except (ModelNotFound, ConfigError, WeightError, EngineDead) as e:
+    except (ModelNotFound, ConfigError, WeightError, TokenizerError, GGUFError, EngineDead) as e:
         raise CommandFailed(str(e)) from e
 
 
-def resolve_all(config: Config) -> tuple[Resolved, Facts]:
+def prepare_or_fail(config: Config) -> Prepared:
     """Finds the model (fetching it if need be), reads its headers and resolves. Raises CommandFailed and
     compat.ConfigError."""
     with expected_failures():
-        facts = gather_facts(resolve_model(config.model.model))
-    return resolve(config, facts), facts
+        return prepare(config)

@@ -1,0 +1,166 @@
+"""`stretto run`: a conversation in the terminal, or one answer. The engine runs in this process; there is no server."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+from rich.console import Console
+
+from stretto.cli.failures import CommandFailed
+from stretto.cli.options import (
+    KV,
+    MODEL,
+    PARALLEL,
+    SCHEDULE,
+    SPECULATION,
+    KVOptions,
+    ModelOptions,
+    ParallelOptions,
+    ScheduleOptions,
+    SpeculationOptions,
+    engine_config,
+)
+from stretto.cli.starting import expected_failures
+from stretto.engine.llm import LLM
+from stretto.params import ParameterError, SamplingParams
+from stretto.protocol import RequestError, Usage
+from stretto.text.chat_template import ChatTemplateError
+
+HELP = "/clear starts a new conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How answers are made."""
+
+    prompt: str | None = None
+    """Answer this and exit; "-" reads it from standard input."""
+    system: str | None = None
+    """System message."""
+    temperature: float | None = None
+    """0: always the likeliest token. Default: the model's generation_config, else 1."""
+    top_p: float | None = None
+    """Sample from the likeliest tokens that have this share together."""
+    max_tokens: int | None = None
+    """Longest answer in tokens. Default: as many as the context has room for."""
+    raw: bool = False
+    """Continue the text as it is, without the chat template."""
+    stats: bool = False
+    """Say after each answer how long it was and how fast."""
+
+
+Options = Annotated[AnswerOptions, Parameter(name="*", group=Group("Answer", sort_key=0), negative_bool=())]
+ANSWER = AnswerOptions()
+
+
+@dataclass
+class Conversation:
+    """One model and the messages so far."""
+
+    llm: LLM
+    options: AnswerOptions
+    sampling: SamplingParams
+    messages: list[dict[str, str]] = field(default_factory=list)
+    usage: Usage | None = None
+
+    def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.messages = [{"role": "system", "content": self.options.system}] if self.options.system else []
+
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """Pieces of the answer. Closing the iterator stops the answer; what was said so far stays in the history."""
+        self.messages.append({"role": "user", "content": text})
+        prompt = self.llm.tokenizer.encode(text) if self.options.raw else \
+            self.llm.tokenizer.apply_chat_template(self.messages)
+        said: list[str] = []
+        try:
+            for output in self.llm.stream(prompt, self.sampling):
+                said.append(output.text)
+                self.usage = output.usage or self.usage
+                yield output.text
+        finally:
+            self.messages.append({"role": "assistant", "content": "".join(said)})
+
+    def forget_last(self) -> None:
+        """Takes back a question that could not be asked."""
+        while self.messages and self.messages[-1]["role"] != "user":
+            self.messages.pop()
+        self.messages = self.messages[:-1]
+
+
+def run(model: ModelOptions = MODEL, *, answer: Options = ANSWER, kv: KVOptions = KV,
+        schedule: ScheduleOptions = SCHEDULE, speculation: SpeculationOptions = SPECULATION,
+        parallel: ParallelOptions = PARALLEL) -> int:
+    """Chat with a model in the terminal, or answer one prompt with --prompt."""
+    notes = Console(stderr=True, highlight=False)
+    with expected_failures(), notes.status("loading"):
+        llm = LLM(config=engine_config(model, kv, schedule, speculation, parallel))
+    with llm:
+        conversation = Conversation(llm, answer, _sampling(llm, answer))
+        if answer.prompt is not None:
+            text = sys.stdin.read() if answer.prompt == "-" else answer.prompt
+            return 0 if _answer(conversation, text, notes) else 1
+        return _chat(conversation, notes)
+
+
+def _sampling(llm: LLM, answer: AnswerOptions) -> SamplingParams:
+    """The command line's values, else those of the model's generation_config.json."""
+    named = {"temperature": answer.temperature, "top_p": answer.top_p, "max_tokens": answer.max_tokens}
+    values = dict(llm.prepared.resolved.sampling_defaults) | {k: v for k, v in named.items() if v is not None}
+    sampling = SamplingParams(**values)  # type: ignore[arg-type]
+    try:
+        sampling.check(llm.info.vocab_size)
+    except ParameterError as e:
+        raise CommandFailed(str(e)) from e
+    return sampling
+
+
+def _chat(conversation: Conversation, notes: Console) -> int:
+    notes.print(f"{conversation.llm.info.model_name}: {HELP}", style="dim")
+    while True:
+        try:
+            text = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return 0
+        if text == "/exit":
+            return 0
+        if text == "/clear":
+            conversation.clear()
+        elif text.startswith("/"):
+            notes.print(HELP, style="dim")
+        elif text:
+            _answer(conversation, text, notes)
+
+
+def _answer(conversation: Conversation, text: str, notes: Console) -> bool:
+    """Prints the answer as it comes. False if there was none to give."""
+    started = time.perf_counter()
+    try:
+        with contextlib.closing(conversation.ask(text)) as pieces:
+            for piece in pieces:
+                print(piece, end="", flush=True)
+        print()
+    except KeyboardInterrupt:
+        print()
+    except (RequestError, ChatTemplateError) as e:
+        conversation.forget_last()
+        notes.print(f"error: {e}", style="red", markup=False)
+        return False
+    if conversation.options.stats and conversation.usage is not None:
+        _print_stats(conversation.usage, time.perf_counter() - started, notes)
+    return True
+
+
+def _print_stats(usage: Usage, seconds: float, notes: Console) -> None:
+    drafts = f", {usage.accepted_tokens} of {usage.drafted_tokens} drafts accepted" if usage.drafted_tokens else ""
+    notes.print(f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} tokens"
+                f" in {seconds:.1f} s ({usage.completion_tokens / seconds:.1f} a second){drafts}", style="dim")
