@@ -195,17 +195,16 @@ def sdpa_times(n: int) -> dict:
 # ------------------------------------------------------------------------------------------------------------ sweep
 def sweep_configs() -> Iterator[KernelConfig]:
     """Tiles, warps and programs first (each compiles), then splits (which do not)."""
-    chunks = [Tile(128, 64, 3, 8, 1, 168), Tile(128, 64, 2, 8, 1, 168), Tile(128, 64, 3, 8, 1, 255),
-              Tile(128, 32, 4, 8, 1, 168), Tile(256, 32, 3, 8, 1, 255), Tile(256, 64, 2, 8, 1, 255),
-              Tile(64, 64, 3, 4, 1, 168), Tile(64, 64, 2, 4, 2, 168)]
-    few = [Tile(64, 64, 3, 4, 2, 255), Tile(64, 64, 3, 4, 2, 168), Tile(64, 64, 2, 4, 2, 168), Tile(64, 32, 4, 4, 2, 168),
-           Tile(64, 32, 3, 4, 3, 168), Tile(16, 64, 3, 4, 2, 168), Tile(16, 64, 3, 4, 3, 168), Tile(16, 64, 4, 4, 2, 168),
-           Tile(16, 32, 4, 4, 4, 128), Tile(16, 32, 4, 4, 3, 168), Tile(16, 32, 3, 4, 4, 128), Tile(16, 32, 5, 4, 3, 168),
-           Tile(32, 64, 3, 4, 2, 168), Tile(32, 64, 3, 4, 3, 168), Tile(32, 32, 4, 4, 3, 168), Tile(64, 32, 5, 4, 2, 168)]
-    for split, tile in itertools.product((512, 1024), few):
-        yield KernelConfig(tile, chunks[0], split)
-    for tile, chunk in itertools.product((few[0], few[2]), chunks[1:]):
-        yield KernelConfig(tile, chunk)
+    chunks = [Tile(128, 64, 3, 8, 1, 168), Tile(128, 64, 3, 8, 1, 255), Tile(128, 64, 2, 8, 1, 168),
+              Tile(128, 128, 2, 8, 1, 255)]
+    few = [Tile(64, 32, 3, 4, 3, 168), Tile(64, 32, 2, 4, 3, 168), Tile(64, 32, 2, 4, 4, 128),
+           Tile(64, 16, 4, 4, 4, 128), Tile(64, 32, 3, 8, 2, 128), Tile(64, 64, 3, 8, 2, 128), Tile(16, 64, 3, 4, 3, 168)]
+    for split in (1024, 512, 256, 128, 2048):
+        yield KernelConfig(few[0], chunks[0], split, max_splits=64)
+    for tile in few[1:]:
+        yield KernelConfig(tile, chunks[0])
+    for chunk in chunks[1:]:
+        yield KernelConfig(few[0], chunk)
 
 
 def _compile(config: KernelConfig) -> str | None:
@@ -224,7 +223,8 @@ def _compile(config: KernelConfig) -> str | None:
 def run_sweep(configs: list[KernelConfig], workers: int) -> list[dict]:
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         failures = pool.map(_compile, configs, chunksize=1)
-    names = ("decode", "verify", "mixed", "tails", "chunks", "prompt 8192", "decode 1 x 1024", "decode 8 x 1024")
+    names = ("decode", "verify", "mixed", "tails", "chunks", "prompt 8192", "decode 1 x 1024", "decode 1 x 8192",
+             "decode 8 x 1024", "decode 16 x 2048", "decode 32 x 4096", "decode 64 x 1024")
     batches = [make_batch(name, LLAMA_8B) for name in names]
     refs = [reference(b, LLAMA_8B) for b in batches]
     results = []
@@ -235,7 +235,7 @@ def run_sweep(configs: list[KernelConfig], workers: int) -> list[dict]:
             continue
         rows = [measure(b, LLAMA_8B, config, ref) for b, ref in zip(batches, refs, strict=True)]
         results += rows
-        print(short_name(config), *(f"{r['attend_us']:7.1f}" for r in rows), f" error {max(r['error'] for r in rows):.1e}", flush=True)
+        print(short_name(config), *(f"{r['attend_us']:7.1f}" for r in rows), f" plan {rows[0]['plan_us']:.1f} error {max(r['error'] for r in rows):.1e}", flush=True)
     return results
 
 

@@ -32,7 +32,7 @@ class KernelConfig:
     split_keys: int = 1024  # KV cells of one work item of few tokens
     max_splits: int = 32  # of one row of few tokens; a longer row gets longer splits, by doubling
     chunk_split_keys: int = 1024  # fewest KV cells of one work item of a chunk
-    chunk_items: int = 264  # a chunk row of fewer items than this (tiles x KV heads) is split as well
+    chunk_items: int = 128  # a chunk row of fewer items than this (tiles x KV heads) is split as well
 
     def __post_init__(self) -> None:
         if any(s % t.keys for s in (self.split_keys, self.chunk_split_keys) for t in (self.few, self.chunk)):

@@ -311,7 +311,7 @@ def attend_kernel(q, k_cache, v_cache, tables, items, counts, arrivals, cu_q, ou
     """A persistent grid that claims the work items of one kind until none is left. KIND 1 also clears the padding.
 
     Of n items, program p takes item p without asking; the others are claimed. Every program that took an item claims
-    until it fails once: that makes n claims in all, so the claim that returns n - 1 is the last and sets the counter
+    until it fails once: that makes n claims in all (none where n <= programs), so the claim that returns n - 1 is the last and sets the counter
     back for the next layer."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -324,9 +324,10 @@ def attend_kernel(q, k_cache, v_cache, tables, items, counts, arrivals, cu_q, ou
               partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride, page_stride, cell_stride,
               head_stride, table_stride, in_scale, out_scale, WINDOW, SOFTCAP, SINKS, PAGE, G, HEADS_KV, D, BLOCK_D, M,
               KEYS, STAGES, KIND == 0, PRECISION, UPCAST)
-        claim = tl.atomic_add(counts + 2 + KIND, 1, sem="relaxed")
-        if claim == n - 1:
-            tl.store(counts + 2 + KIND, 0)
+        if n > programs:
+            claim = tl.atomic_add(counts + 2 + KIND, 1, sem="relaxed")
+            if claim == n - 1:
+                tl.store(counts + 2 + KIND, 0)
         claim += programs
     if KIND == 1:
         _clear_padding(out, tl.load(cu_q + n_rows), n_tokens, G, HEADS_KV, D, BLOCK_D)
