@@ -12,6 +12,7 @@ from stretto.model.config import ConfigError
 from stretto.model.hub import ModelNotFound
 from stretto.model.source import WeightError
 from stretto.protocol import EngineDead
+from stretto.spec.registry import DrafterError
 from stretto.text.gguf_file import GGUFError
 from stretto.text.tokenizer import TokenizerError
 
@@ -22,7 +23,8 @@ def expected_failures() -> Iterator[None]:
     since it has a form of its own."""
     try:
         yield
-    except (ModelNotFound, ConfigError, WeightError, TokenizerError, GGUFError, EngineDead) as e:
+    except (ModelNotFound, ConfigError, WeightError, TokenizerError, GGUFError, DrafterError,
+            EngineDead) as e:
         raise CommandFailed(str(e)) from e
 
 
