@@ -49,19 +49,16 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
-class TokenBytes:
-    """The bytes of each token of a byte-level or byte-fallback vocabulary, looked up once per id."""
+class TokenBytes(dict[int, bytes]):
+    """The bytes of each token of a vocabulary, looked up once per id; b"" for an id that no token has."""
 
     def __init__(self, backend: Tokenizer, kinds: frozenset[str]):
+        super().__init__()
         self._backend, self._kinds = backend, kinds
         self._alphabet = byte_alphabet()
-        self._known: dict[int, bytes] = {}
 
-    def __getitem__(self, token_id: int) -> bytes:
-        """b"" for an id that no token has."""
-        found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._read(token_id)
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._read(token_id)
         return found
 
     def _read(self, token_id: int) -> bytes:

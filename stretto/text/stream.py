@@ -13,15 +13,13 @@ No torch in this module, and nothing of the host half, which uses it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from stretto.params import SamplingParams
 from stretto.text.detokenize import Decoder
 
 
-@dataclass(frozen=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What a push added. `stop`: the stop string that is now complete, else None. `kept`: how many of the pushed ids
     belong to the answer, that is up to and including the one that completes the stop; all of them if none does."""
 
@@ -117,6 +115,8 @@ class IncrementalText:
         a final push, the stream has ended. Raises RuntimeError for a push after the end."""
         if self._ended:
             raise RuntimeError("a push after the end of the text")
+        if self._stops is None and not final:  # most pushes of most requests: nothing to look for
+            return TextDelta("".join(map(self._decoder.feed, ids)), None, len(ids))
         parts: list[str] = []
         for i, token_id in enumerate(ids):
             self._count += 1

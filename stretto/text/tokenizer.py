@@ -108,7 +108,7 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokeni
         return Tokenizer(parts)
     except (VocabularyError, ChatTemplateError) as e:
         raise TokenizerError(f"{path}: {e}") from e
-    except GGUFError as e:
+    except (GGUFError, OSError) as e:
         raise TokenizerError(str(e)) from e
 
 
