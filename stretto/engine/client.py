@@ -35,7 +35,7 @@ class EngineClient:
         self._closing = False
 
     @classmethod
-    async def start(cls, factory: CoreFactory, *, stall_timeout: float = 30.0, start_timeout: float = 1800.0,
+    async def start(cls, factory: CoreFactory, *, stall_timeout: float = 25.0, start_timeout: float = 1800.0,
                     on_progress: Callable[[str], None] | None = None, log_level: int = logging.INFO) -> EngineClient:
         """Spawns the process and waits until its core is ready.
 
@@ -111,9 +111,11 @@ class EngineClient:
             asyncio.get_running_loop().remove_reader(self._process.process.sentinel)
 
     async def _watch_stalls(self) -> None:
+        used = 0.0
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            self._router.check_stall(WATCH_SECONDS)
+            before, used = used, self._process.cpu_seconds()
+            self._router.check_stall(WATCH_SECONDS, computing=used - before > WATCH_SECONDS / 10)
 
     async def _stop(self, timeout: float) -> None:
         self._closing = True

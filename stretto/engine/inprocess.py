@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator
 
 from stretto.engine.loop import CoreFactory, run_loop
@@ -48,7 +49,7 @@ class InProcessEngine:
         self._watch: asyncio.Task | None = None
 
     @classmethod
-    async def start(cls, factory: CoreFactory, *, stall_timeout: float = 30.0) -> InProcessEngine:
+    async def start(cls, factory: CoreFactory, *, stall_timeout: float = 25.0) -> InProcessEngine:
         """Starts the thread and waits until its core is ready. Raises EngineDead with the core's own error."""
         engine = cls(factory, stall_timeout)
         engine._thread.start()
@@ -89,6 +90,16 @@ class InProcessEngine:
             self._loop.call_soon_threadsafe(self._router.deliver, event)
 
     async def _watch_stalls(self) -> None:
+        used = 0.0
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            self._router.check_stall(WATCH_SECONDS)
+            before, used = used, _cpu_seconds(self._thread)
+            self._router.check_stall(WATCH_SECONDS, computing=used - before > WATCH_SECONDS / 10)
+
+
+def _cpu_seconds(thread: threading.Thread) -> float:
+    """Processor time that the thread has used; 0 where the system does not tell."""
+    clock = getattr(time, "pthread_getcpuclockid", None)
+    if clock is None or thread.ident is None or not thread.is_alive():
+        return 0.0
+    return time.clock_gettime(clock(thread.ident))

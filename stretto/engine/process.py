@@ -116,6 +116,14 @@ class EngineProcess:
             if self.process.is_alive():
                 raise
 
+    def cpu_seconds(self) -> float:
+        """Processor time that the child has used; 0 where the system does not tell."""
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime: proc(5)
+
     def end(self, timeout: float) -> int | None:
         """Waits for the child to exit, then makes it. Returns its exit code; safe to call again."""
         if self.process.pid is not None:

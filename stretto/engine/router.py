@@ -30,6 +30,8 @@ from stretto.engine.messages import (
 )
 from stretto.protocol import EngineDead, EngineInfo, EngineStats, Output, Request, RequestError, check_request
 
+COMPUTING_PATIENCE = 10  # an engine that computes may be silent so many times longer than one that does nothing
+
 
 def join_outputs(first: Output, second: Output) -> Output:
     """One Output that says what two consecutive ones of the same choice say. `first` may be reused."""
@@ -162,15 +164,16 @@ class Router:
     def healthy(self) -> bool:
         return self.cause is None and self._silent < self._stall_timeout
 
-    def check_stall(self, elapsed: float) -> None:
-        """Called every `elapsed` seconds by the owner. Readers of a wedged engine are told instead of waiting for ever.
-        It may come back (a stopped process, a very long step), so their requests are withdrawn from it as well.
+    def check_stall(self, elapsed: float, computing: bool) -> None:
+        """Called every `elapsed` seconds by the owner, who says whether the engine used the processor since.
+        Readers of a wedged engine are told instead of waiting for ever. It may come back (a stopped process, a very
+        long step), so their requests are withdrawn from it as well.
 
-        Silence is counted in calls, not read from a clock: a front end that was held up itself blames nobody."""
-        self._silent += elapsed
+        Silence is counted in calls, not read from a clock: a front end that was held up itself blames nobody. A large
+        step on a small machine may take minutes; it is told from a wedged one by the processor time it uses."""
+        self._silent += elapsed / COMPUTING_PATIENCE if computing else elapsed
         if self.cause is None and self._silent >= self._stall_timeout:
-            error = EngineDead(f"the engine loop has shown no progress for {self._silent:.0f} s"
-                               f" (stall timeout {self._stall_timeout:g} s)")
+            error = EngineDead(f"the engine loop makes no progress (stall timeout {self._stall_timeout:g} s)")
             for mailbox in self._mailboxes.values():
                 if mailbox.unfinished > 0:
                     mailbox.fail(error)

@@ -122,7 +122,10 @@ def _encode_all(service: Service, prompts: list[str | list[int]], special: bool)
 
 def _generation(service: Service, request: Request, body: GenerationBody, prompts: list[list[int]], ignored: list[str],
                 arrival: float) -> Generation:
-    id = service.choose_id(body, request.scope["state"]["request_id"])
+    state = request.scope["state"]
+    id = service.choose_id(body, state["request_id"])
+    if not state["request_id_given"]:
+        state["request_id"] = id
     return Generation(id, body, service.make_requests(id, body, prompts, arrival), ignored)
 
 

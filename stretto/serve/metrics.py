@@ -126,7 +126,8 @@ class ServerMetrics(Collector):
             for reason in sorted({"stop", "length", "abort", "error"} | set(self.finished)):
                 family.add_metric([*self._labels.values(), reason], self.finished[reason])
             yield family
-        family = CounterMetricFamily("stretto_aborts", "Requests withdrawn, by cause", labels=[*self._labels, "cause"])
+        family = CounterMetricFamily("stretto_request_aborts", "Requests withdrawn, by cause",
+                                     labels=[*self._labels, "cause"])
         for cause in ("client_disconnected", "abort_request"):
             family.add_metric([*self._labels.values(), cause], self.aborts[cause])
         yield family

@@ -17,7 +17,8 @@ MAX_ID_LENGTH = 256
 
 
 class RequestIds:
-    """X-Request-Id comes back as it came, or as a fresh one; handlers find it in `scope["state"]`."""
+    """X-Request-Id comes back as it came; else as the handler's choice, or a fresh id. It is `request_id` of the
+    scope's state, and `request_id_given` says whether it came from the client."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -27,12 +28,12 @@ class RequestIds:
             return await self.app(scope, receive, send)
         given = Headers(scope=scope).get("x-request-id", "")
         good = 0 < len(given) <= MAX_ID_LENGTH and given.isascii() and given.isprintable()
-        request_id = given if good else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"], state["request_id_given"] = (given if good else uuid.uuid4().hex), good
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                MutableHeaders(scope=message)["X-Request-Id"] = state["request_id"]
             await send(message)
 
         await self.app(scope, receive, send_with_id)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -26,6 +27,7 @@ from stretto.serve.sampling import fit_max_tokens, in_request_words, to_sampling
 from stretto.serve.schemas import GenerationBody
 from stretto.serve.settings import ServeSettings
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ID_LENGTH = 256
 STATS_TIMEOUT = 5.0  # a scrape of a busy engine waits so long for fresh numbers
@@ -97,17 +99,14 @@ class Service:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------------------------------ a call begins
-    def choose_id(self, body: GenerationBody, header: str | None) -> str:
-        """The body's request_id, which must be free; else X-Request-Id, made unique; else a fresh one."""
+    def choose_id(self, body: GenerationBody, http_id: str) -> str:
+        """The body's request_id, which must be free; else the HTTP request's id, made unique."""
         if body.request_id is not None:
             _check_id(body.request_id, "request_id")
             if body.request_id in self._live:
                 raise _duplicate(body.request_id)
             return body.request_id
-        fresh = uuid.uuid4().hex
-        if header is None:
-            return fresh
-        return header if header not in self._live else f"{header}-{fresh[:8]}"
+        return http_id if http_id not in self._live else f"{http_id}-{uuid.uuid4().hex[:8]}"
 
     def make_requests(self, id: str, body: GenerationBody, prompts: list[list[int]], arrival: float) -> list[Request]:
         """One engine request per prompt. Raises ApiError for what can be refused without the engine."""
@@ -233,7 +232,9 @@ class _Clock:
         self._metrics = metrics
         self._arrival = generation.requests[0].arrival
         self._last: dict[tuple[int, int], float] = {}
-        self._unfinished = len(generation.requests) * generation.choices
+        self._choices = self._unfinished = len(generation.requests) * generation.choices
+        self._id, self._prompt = generation.id, sum(len(request.tokens) for request in generation.requests)
+        self._reasons: list[str] = []
 
     def note(self, prompt: int, output: Output) -> None:
         now, key, tokens = time.monotonic(), (prompt, output.index), len(output.token_ids)
@@ -245,11 +246,15 @@ class _Clock:
             self._last[key] = now
         if output.finish_reason is not None:
             self._metrics.finished[output.finish_reason] += 1
+            self._reasons.append(output.finish_reason)
             self._unfinished -= 1
 
     def end(self) -> None:
+        seconds = time.monotonic() - self._arrival
         if self._unfinished == 0:
-            self._metrics.histograms[REQUEST_LATENCY].observe(time.monotonic() - self._arrival)
+            self._metrics.histograms[REQUEST_LATENCY].observe(seconds)
+        log.info("%s: %d prompt tokens, %d of %d choices finished (%s), %.3f s", self._id, self._prompt,
+                 len(self._reasons), self._choices, ", ".join(sorted(set(self._reasons))) or "none", seconds)
 
 
 def total_usage(last: dict[tuple[int, int], Usage], requests: list[Request]) -> dict:

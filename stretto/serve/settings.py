@@ -29,7 +29,7 @@ class ServeSettings:
     max_live_requests: int = 4096  # running and waiting; above it 429
     ping_interval: float = 15.0  # of the comments that keep a silent stream open
     drain_timeout: float = 30.0  # how long a shutdown waits for requests in flight
-    stall_timeout: float = 30.0  # an engine loop silent for so long counts as wedged
+    stall_timeout: float = 25.0  # an engine loop that neither speaks nor computes for so long counts as wedged
     start_timeout: float = 1800.0  # loading and warm-up
     tokenizer_threads: int = 4
     log_level: str = "info"

@@ -5,7 +5,8 @@ The core's answers are a function of the prompt, the seed and the choice index a
     say:TEXT     the answer is TEXT, then end of sequence          refuse:X   submit() raises RequestError
     odd:HEX      the same with raw bytes                           crash:X    submit() raises RuntimeError
     fault:X      step() raises                                     exit:X     the process exits without a word
-    wedge:N      step() blocks for N seconds                       other      lowercase words without an end
+    wedge:N      step() sleeps for N seconds                       spin:N     step() computes for N seconds
+    other        lowercase words without an end
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from stretto.text.stream import IncrementalText
 
 BOS, EOS, IM_START, IM_END, PAD = 256, 257, 258, 259, 260
 SPECIAL = {BOS: "<s>", EOS: "</s>", IM_START: "<|im_start|>", IM_END: "<|im_end|>", PAD: "<pad>"}
+VERBS = ("say", "odd", "refuse", "crash", "fault", "exit", "wedge", "spin")
 VOCAB = 264  # three ids have no token, as in models whose logits are wider than their vocabulary
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
@@ -82,7 +84,7 @@ class ByteTokenizer:
 def order(tokens: Sequence[int]) -> tuple[str, str]:
     """(verb, argument) of the last order in a prompt."""
     text = ByteTokenizer().decode(tokens)
-    found = [(text.rfind(verb + ":"), verb) for verb in ("say", "odd", "refuse", "crash", "fault", "exit", "wedge")]
+    found = [(text.rfind(verb + ":"), verb) for verb in VERBS]
     at, verb = max(found)
     if at < 0:
         return "", text
@@ -200,6 +202,10 @@ class ScriptedCore:
             os._exit(3)
         if verb == "wedge" and choice.first:
             time.sleep(float(argument))
+        if verb == "spin" and choice.first:
+            ends = time.monotonic() + float(argument)
+            while time.monotonic() < ends:
+                hashlib.sha256(bytes(1 << 20)).digest()
         out = self.generate(choice, choice.request.sampling)
         choice.usage.steps += bool(out.token_ids)
         choice.usage.drafted_tokens += self.options.block - 1

@@ -176,6 +176,12 @@ async def test_a_wedged_step_is_noticed_in_process():
         assert not await engine.healthy()
 
 
+async def test_a_long_step_that_computes_is_no_stall():
+    async with started(InProcessEngine, stall_timeout=1.0) as engine:
+        assert await text_of(engine, request("spin:2", max_tokens=1))
+        assert await engine.healthy()
+
+
 async def test_close_ends_a_stopped_child(monkeypatch):
     monkeypatch.setattr("stretto.engine.client.EXIT_SECONDS", 0.3)
     engine = await EngineClient.start(CoreOptions())

@@ -273,6 +273,10 @@ async def test_request_ids(api: Api):
     assert len(fresh) == 32
     answer = await api.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}, headers={"X-Request-Id": "abc-2"})
     assert answer.headers["x-request-id"] == "abc-2" and answer.json()["id"] == "chatcmpl-abc-2"
+    own = await api.chat(request_id="mine")
+    assert own.headers["x-request-id"] == "mine" and own.json()["id"] == "chatcmpl-mine"
+    plain = await api.chat()
+    assert plain.json()["id"] == "chatcmpl-" + plain.headers["x-request-id"]
 
 
 async def test_the_openapi_document_describes_the_bodies(api: Api):

@@ -40,6 +40,8 @@ async def scrape(api: Api) -> dict[str, float]:
 async def test_names_that_others_look_for(api: Api):
     await api.chat()
     text = (await api.http.get("/metrics")).text
+    families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(families) == len(set(families))
     for name in CONVENTIONAL:
         assert f"\n{name}{{" in text, name
     assert 'model_name="fake/tiny"' in text

@@ -32,10 +32,10 @@ class Program:
     def __init__(self, options: dict[str, Any], settings: dict[str, Any]):
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
+        self._file = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the program)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.serve.serve_fake", str(self.port), json.dumps(options), json.dumps(settings)],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=(file := tempfile.TemporaryFile("w+")))
-        self._file = file
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=self._file)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20, trust_env=False)
 
     def log(self) -> str:

@@ -1,0 +1,83 @@
+"""Random bodies: whatever comes, the answer is a 200 or a 4xx in OpenAI's shape, and the server lives on. And random
+partitions of an answer into engine steps: a stream says what the whole answer says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stretto.serve.schemas import ChatRequest, CompletionRequest
+from tests.serve.conftest import events, make_api
+from tests.serve.fakes import CoreOptions
+
+SETTINGS = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-3, 40), st.sampled_from([2**31, 2**63, 2**70, -2**64]),
+                    st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=8))
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) |
+                      st.dictionaries(st.text(max_size=6), inner, max_size=3), max_leaves=6)
+PARTS = st.lists(st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"])}, optional={"text": VALUES}),
+                 max_size=2)
+MESSAGES = st.lists(st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "tool", "x"]), "content": PARTS | SCALARS},
+    optional={"tool_calls": VALUES, "name": VALUES}), max_size=3)
+PROMPTS = st.one_of(VALUES, st.text(max_size=20), st.lists(st.integers(-1, 300), max_size=5))
+
+
+def bodies(model: Any, prompt: dict[str, st.SearchStrategy]) -> st.SearchStrategy[dict]:
+    """Bodies with a plausible prompt and a few known fields of wild values."""
+    names = sorted(set(model.model_fields) - set(prompt) - {"model"})
+    fields = st.dictionaries(st.sampled_from(names) | st.text(max_size=5), VALUES, max_size=4)
+    return st.tuples(fields, st.fixed_dictionaries(prompt), st.integers(1, 5)).map(
+        lambda parts: {"max_tokens": parts[2]} | parts[0] | parts[1])
+
+
+CALLS = st.lists(st.one_of(
+    st.tuples(st.just("/v1/chat/completions"), bodies(ChatRequest, {"messages": MESSAGES})),
+    st.tuples(st.just("/v1/completions"), bodies(CompletionRequest, {"prompt": PROMPTS})),
+    st.tuples(st.sampled_from(["/tokenize", "/detokenize", "/abort_request"]),
+              st.dictionaries(st.sampled_from(["prompt", "messages", "tokens", "rid", "abort_all"]), VALUES))),
+    min_size=1, max_size=12)
+
+
+@SETTINGS
+@given(CALLS)
+def test_case_15_09_no_body_is_the_servers_fault(calls: list[tuple[str, dict]]):
+    asyncio.run(_send_all(calls))
+
+
+async def _send_all(calls: list[tuple[str, dict]]) -> None:
+    async with make_api(CoreOptions(block=4)) as api:
+        for path, body in calls:
+            answer = await api.http.post(path, content=json.dumps(body).encode())
+            assert answer.status_code == 200 or 400 <= answer.status_code < 500, (path, body, answer.text)
+            if answer.status_code != 200:
+                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        await api.alive()
+
+
+@settings(SETTINGS, max_examples=15)
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=24), st.integers(1, 9),
+       st.integers(1, 60), st.lists(st.text(min_size=1, max_size=3), max_size=2))
+def test_case_14_01_any_partition_streams_the_same(text: str, block: int, limit: int, stop: list[str]):
+    asyncio.run(_compare(text, block, limit, stop))
+
+
+async def _compare(text: str, block: int, limit: int, stop: list[str]) -> None:
+    body = {"max_tokens": limit, "stop": stop, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    async with make_api(CoreOptions(block=1)) as one, make_api(CoreOptions(block=block)) as many:
+        whole = (await one.chat(f"say:{text}", **body)).json()["choices"][0]
+        again = (await many.chat(f"say:{text}", **body)).json()["choices"][0]
+        chunks = [c["choices"][0] for c in events((await many.chat(f"say:{text}", **body, stream=True)).text)[:-1]]
+    streamed = {
+        "content": "".join(c["delta"].get("content", "") for c in chunks),
+        "ids": [i for c in chunks for i in c.get("token_ids", [])],
+        "logprobs": [e for c in chunks for e in (c["logprobs"] or {"content": []})["content"]],
+        "finish": chunks[-1]["finish_reason"], "stop": chunks[-1].get("stop_reason")}
+    for choice in (whole, again):
+        assert streamed == {"content": choice["message"]["content"], "ids": choice["token_ids"],
+                            "logprobs": choice["logprobs"]["content"], "finish": choice["finish_reason"],
+                            "stop": choice["stop_reason"]}
