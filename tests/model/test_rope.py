@@ -13,17 +13,17 @@ from tests.model.tiny import SIZES, ids_of, oracle_greedy, oracle_logits, save
 
 CPU = torch.device("cpu")
 HALF = 6  # frequencies of the tiny models: heads of 12 features
-ORIGINAL = 16  # original context of the scaled ones
+ORIGINAL = 16  # original context of longrope and dynamic; 64 where frequencies of all three ranges must occur
 KINDS = {
     "default": {"rope_type": "default", "rope_theta": 500.0},
     "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
     "llama3": {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL},
-    "yarn": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL},
-    "yarn-set-by-hand": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0,
-                         "attention_factor": 0.7, "original_max_position_embeddings": ORIGINAL},
-    "yarn-mscale-untruncated": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "mscale": 0.7,
-                                "mscale_all_dim": 0.4, "truncate": False, "original_max_position_embeddings": ORIGINAL},
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 64},
+    "yarn-set-by-hand": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "beta_fast": 8.0, "beta_slow": 1.5,
+                         "attention_factor": 0.7, "original_max_position_embeddings": 64},
+    "yarn-mscale-untruncated": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "mscale": 0.7,
+                                "mscale_all_dim": 0.4, "truncate": False, "original_max_position_embeddings": 64},
     "longrope": {"rope_type": "longrope", "rope_theta": 500.0, "factor": 8.0,
                  "original_max_position_embeddings": ORIGINAL, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
                  "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]},
@@ -37,7 +37,7 @@ KINDS = {
 def test_scaled_models_equal_transformers(rope, tmp_path):
     """Past the original context where the kind has one: transformers takes longrope's long factors there, too."""
     oracle = save(tmp_path, "Llama", rope_parameters=dict(rope))
-    model, ids = load_model(tmp_path, dtype=torch.float32, device=CPU), ids_of(40)
+    model, ids = load_model(tmp_path, dtype=torch.float32, device=CPU), ids_of(90)
     torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
     assert greedy(model, ids, 8) == oracle_greedy(oracle, ids, 8)
 
