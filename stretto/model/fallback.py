@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -44,8 +44,6 @@ from stretto.model.layers import rope_frequencies
 from stretto.model.probe import SPLIT, MaskProbe, ProbeAttend, UnknownMask, close_enough, probe_ids
 from stretto.model.source import SafetensorsSource, WeightError
 from stretto.model.weights import COMPUTED, Progress
-
-_numbers = itertools.count()
 
 
 class UnsupportedModel(ConfigError):
@@ -177,7 +175,7 @@ def load_fallback(folder: Path, raw: Mapping[str, Any], generation: Mapping[str,
     text = causal.config.get_text_config()  # its own copy
     _freeze_rotary(causal, text, positions)
     right = _right_logits(causal, name, probe_ids(text.vocab_size, device))
-    router, key = Router(), f"stretto_{next(_numbers)}"
+    router, key = Router(), f"stretto_{uuid.uuid4().hex}"
     AttentionInterface.register(key, router.attention)
     model = FallbackModel(causal, router, key, positions, token_ids("eos_token_id", raw, generation))
     try:
