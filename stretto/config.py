@@ -439,8 +439,9 @@ class _Resolution:
         while asked.max_num_batched_tokens is None and fitted_budget > LEAST_STEP_TOKENS \
                 and self._step_buffers(dtype, fitted_seqs, fitted_budget, width) > room:
             fitted_budget //= 2
-        while asked.max_num_seqs is None and fitted_seqs > 1 \
-                and self._slot_table(fitted_seqs, context, page) > room:
+        while asked.max_num_seqs is None and fitted_seqs > 1 and \
+                self._slot_table(fitted_seqs, context, page) \
+                + self._step_buffers(dtype, fitted_seqs, fitted_budget, width) > room:
             fitted_seqs //= 2
         why = "fitted to the memory that the weights leave"
         self._note("max_num_seqs", asked.max_num_seqs, fitted_seqs, why if fitted_seqs < seqs else "",

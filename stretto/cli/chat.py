@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated
 
 from cyclopts import Group, Parameter
@@ -40,7 +40,8 @@ class AnswerOptions:
     """How answers are made."""
 
     prompt: str | None = None
-    """Answer this and exit; "-" reads it from standard input."""
+    """Answer this and exit. Without it, a conversation; or one answer to standard input, where that is no terminal."""
+    _: KW_ONLY
     system: str | None = None
     """System message."""
     temperature: float | None = None
@@ -96,19 +97,19 @@ class Conversation:
         self.messages = self.messages[:-1]
 
 
-def run(model: ModelOptions = MODEL, *, answer: Options = ANSWER, kv: KVOptions = KV,
+def run(model: ModelOptions = MODEL, answer: Options = ANSWER, *, kv: KVOptions = KV,
         schedule: ScheduleOptions = SCHEDULE, speculation: SpeculationOptions = SPECULATION,
         parallel: ParallelOptions = PARALLEL) -> int:
-    """Chat with a model in the terminal, or answer one prompt with --prompt."""
+    """Chat with a model in the terminal, or answer one prompt."""
     notes = Console(stderr=True, highlight=False)
     with expected_failures(), notes.status("loading"):
         llm = LLM(config=engine_config(model, kv, schedule, speculation, parallel))
     with llm:
         conversation = Conversation(llm, answer, _sampling(llm, answer))
-        if answer.prompt is not None:
-            text = sys.stdin.read() if answer.prompt == "-" else answer.prompt
-            return 0 if _answer(conversation, text, notes) else 1
-        return _chat(conversation, notes)
+        text = answer.prompt if answer.prompt is not None or sys.stdin.isatty() else sys.stdin.read()
+        if text is None:
+            return _chat(conversation, notes)
+        return 0 if _answer(conversation, text, notes) else 1
 
 
 def _sampling(llm: LLM, answer: AnswerOptions) -> SamplingParams:

@@ -1,0 +1,126 @@
+"""The measuring itself, on engines whose speed is written down."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from stretto.bench.measure import Series, agreement, measure_latency, measure_throughput, ratio, spread
+from stretto.bench.results import summary, table
+from stretto.bench.workload import Workload, WorkloadError, from_file, synthetic
+from stretto.config import DeviceFacts
+
+WORK = Workload("three prompts", ((1, 2), (3, 4), (5, 6)), output_tokens=4)
+DEVICE = DeviceFacts("cpu", "a CPU", 1, 1)
+
+
+class FakeEngine:
+    """Takes `seconds` for each token; writes down when it ran."""
+
+    dtype = "float32"
+
+    def __init__(self, name: str, seconds: float, log: list[str], short: bool = False):
+        self.name, self.seconds, self.log, self.short = name, seconds, log, short
+
+    def stream(self, prompt: Sequence[int], output_tokens: int, on_tokens) -> list[int]:
+        self.log.append(self.name)
+        for _ in range(output_tokens - self.short):
+            time.sleep(self.seconds)
+            on_tokens(1)
+        return list(range(output_tokens - self.short))
+
+    def batch(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[list[int]]:
+        self.log.append(self.name)
+        time.sleep(self.seconds)
+        return [list(range(output_tokens)) for _ in prompts]
+
+    def counters(self) -> dict[str, float]:
+        return {"drafted": float(len(self.log)), "accepted": len(self.log) / 2}
+
+    def forget(self) -> None:
+        self.log.append(f"{self.name} forgets")
+
+    def close(self) -> None: ...
+
+
+def test_engines_run_in_turns_and_forget_between_rounds():
+    log: list[str] = []
+    measure_throughput([FakeEngine("a", 0, log), FakeEngine("b", 0, log)], WORK, rounds=3)
+    warmup, rounds = log[:2], log[2:]
+    assert warmup == ["a", "b"]
+    assert [entry for entry in rounds if "forgets" not in entry] == ["a", "b", "b", "a", "a", "b"]
+    assert rounds[::2] == [f"{name} forgets" for name in rounds[1::2]]
+
+
+def test_latency_separates_the_first_token_from_the_others():
+    slow, fast = measure_latency([FakeEngine("slow", 0.004, []), FakeEngine("fast", 0.002, [])], WORK, rounds=2)
+    assert 0.004 <= slow.first_token[0] < 0.02 and 50 < slow.rates[0] <= 250 and 100 < fast.rates[0] <= 500
+    assert 0.2 < ratio(slow, fast).median < 0.9
+    assert slow.counters["drafted"] == 9, "three warm-up calls do not count"
+
+
+def test_a_short_answer_is_no_result():
+    with pytest.raises(RuntimeError, match="answered with 3 instead of 4 tokens"):
+        measure_latency([FakeEngine("short", 0, [], short=True)], WORK, rounds=1)
+
+
+def test_ratios_are_taken_within_a_round():
+    ours, theirs = Series("a", ""), Series("b", "")
+    ours.rates, theirs.rates = [10, 20, 90], [5, 20, 30]
+    assert (ratio(ours, theirs).median, ratio(ours, theirs).low, ratio(ours, theirs).high) == (2, 1, 3)
+    assert spread([3, 1, 2]).median == 2
+
+
+def test_agreement_counts_tokens_before_the_first_difference():
+    ours, theirs = Series("a", ""), Series("b", "")
+    ours.answers, theirs.answers = [[1, 2, 3, 4], [1, 2]], [[1, 2, 9, 4], [1, 2]]
+    assert agreement(ours, theirs) == pytest.approx(4 / 6)
+
+
+def test_figures_are_json_and_a_table():
+    series = measure_latency([FakeEngine("stretto", 0, []), FakeEngine("other", 0, [])], WORK, rounds=2)
+    series[0].peak_memory, series[1].peak_memory = 100, 200
+    series[1].rates[0] = math.nan
+    found = summary("latency", "m", WORK, DEVICE, series)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["ratios"][0]["peak_memory"] == 0.5 and found["ratios"][0]["same_answer_share"] == 1.0
+    assert found["engines"][0]["drafts_accepted"] == 0.5
+    assert table(found).row_count == 2
+
+
+class Letters:
+    """A tokenizer of one token for each letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+
+def test_synthetic_prompts_have_their_length_and_are_the_same_every_time():
+    work = synthetic(Letters(), 3, 50, 7)
+    assert [len(prompt) for prompt in work.prompts] == [50] * 3 and work.prompt_tokens == 150
+    assert len(set(work.prompts)) == 3 and work == synthetic(Letters(), 3, 50, 7)
+    assert work.prompts != synthetic(Letters(), 3, 50, 7, seed=1).prompts
+
+
+def test_prompts_of_a_file(tmp_path: Path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "abc"}\n\n{"question": "de"}\n{"turns": ["fgh", "x"]}\n')
+    assert from_file(Letters(), path, 9, 2, 4).prompts == ((97, 98), (100, 101), (102, 103))
+    assert len(from_file(Letters(), path, 2, 9, 4).prompts) == 2
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "has no prompts"), ('{"prompt": ""}', "has an empty prompt"), ("{", "line 1 is not JSON"),
+    ('{"turns": []}', "has neither")])
+def test_files_without_prompts(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "p.jsonl"
+    path.write_text(text)
+    with pytest.raises(WorkloadError, match=message):
+        from_file(Letters(), path, 9, 9, 4)
+    with pytest.raises(WorkloadError, match="cannot be read"):
+        from_file(Letters(), tmp_path / "none", 9, 9, 4)

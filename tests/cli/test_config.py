@@ -1,0 +1,311 @@
+"""config.resolve: what was set is kept or refused, what was not set is fitted and told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.compat import ConfigError
+from stretto.config import (
+    GIB,
+    ITEM_BYTES,
+    Config,
+    DeviceFacts,
+    DrafterFacts,
+    Facts,
+    KVGroupFacts,
+    KVSection,
+    ModelFacts,
+    ModelSection,
+    ParallelSection,
+    Resolved,
+    ScheduleSection,
+    ServeSection,
+    SpeculationSection,
+    parse_count,
+    parse_size,
+    resolve,
+)
+
+
+@dataclass(frozen=True)
+class Caps:
+    shape: str = "chain"
+    max_width: int = 7
+    lookahead: int = 0
+
+
+CPU = DeviceFacts("cpu", "a CPU", 32 * GIB, 24 * GIB, cores=8)
+GPU = DeviceFacts("cuda", "a GPU", 80 * GIB, 79 * GIB, cores=8, bfloat16=True)
+SMALL = ModelFacts("small", "LlamaForCausalLM", 30, 576, 1536, 49152, 8192, 135_000_000, "bfloat16",
+                   (KVGroupFacts(None, 11520),))
+WINDOWED = replace(SMALL, name="windowed", context=32768,
+                   kv_groups=(KVGroupFacts(None, 5760), KVGroupFacts(1024, 5760)))
+ALL_WINDOW = replace(SMALL, name="all-window", context=32768, kv_groups=(KVGroupFacts(1024, 11520),))
+NGRAM = DrafterFacts("ngram", Caps())
+
+
+def facts(device: DeviceFacts = CPU, model: ModelFacts = SMALL, drafter: DrafterFacts | None = None) -> Facts:
+    return Facts((device,) if device.kind == "cpu" else (device, CPU), model, drafter)
+
+
+def decision(resolved: Resolved, feature: str):
+    return next(d for d in resolved.decisions if d.feature == feature)
+
+
+def refusals(config: Config, found: Facts | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, found or facts())
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------- defaults
+def test_defaults_on_a_cpu():
+    resolved = resolve(Config(), facts())
+    assert (resolved.device, resolved.dtype, resolved.max_model_len) == ("cpu", "float32", 8192)
+    assert resolved.mixed_chunk and resolved.prefix_caching and resolved.depth == 1
+    assert resolved.drafter is None and resolved.speculation_tokens == 0
+    assert resolved.memory.kv == 4 * GIB
+    assert all(not d.changed for d in resolved.decisions)
+
+
+def test_defaults_on_a_gpu():
+    resolved = resolve(Config(), facts(GPU))
+    assert (resolved.device, resolved.dtype) == ("cuda", "bfloat16")
+    used_by_others = GPU.memory_total - GPU.memory_free
+    assert resolved.memory.budget == pytest.approx(0.9 * GPU.memory_total - used_by_others, abs=2)
+
+
+def test_every_setting_is_told():
+    """A setting without a line in the report could be off without anyone knowing."""
+    untold = {"model", "tokenizer", "seed", "gpu_memory_utilization", "kv_tokens", "speculation_tokens",  # other lines
+              "tensor_parallel_size"}  # refused unless 1
+    told = {"mixed_chunk": "mixed steps", "cap_policy": "cap policy", "prefix_caching": "prefix caching",
+            "kv_memory": "KV memory"}
+    features = {d.feature for d in resolve(Config(), facts()).decisions}
+    for section in (ModelSection, KVSection, ScheduleSection, SpeculationSection, ParallelSection):
+        for setting in fields(section):
+            assert setting.name in untold or told.get(setting.name, setting.name) in features, setting.name
+
+
+@pytest.mark.parametrize(("section", "name", "value", "now"), [
+    ("model", "dtype", "bfloat16", "dtype"), ("model", "max_model_len", 1000, "max_model_len"),
+    ("kv", "page_size", 64, "page_size"), ("kv", "prefix_caching", False, "prefix_caching"),
+    ("schedule", "max_num_seqs", 3, "max_num_seqs"),
+    ("schedule", "max_num_batched_tokens", 77, "max_num_batched_tokens"),
+    ("schedule", "chunk_size", 33, "chunk_size"), ("schedule", "mixed_chunk", False, "mixed_chunk"),
+    ("schedule", "cap_policy", "one_in_mixed", "cap_policy"),
+])
+def test_what_is_set_is_kept(section: str, name: str, value: object, now: str):
+    config = Config()
+    config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    assert getattr(resolve(config, facts()), now) == value
+
+
+def test_overlap_off_means_no_step_in_flight():
+    resolved = resolve(Config(schedule=ScheduleSection(overlap=False)), facts())
+    assert resolved.depth == 0 and decision(resolved, "overlap").now == "off"
+
+
+# --------------------------------------------------------------------------------------------------------------- dtype
+@pytest.mark.parametrize(("device", "stored", "expected"), [
+    (GPU, "float16", "float16"), (GPU, "float32", "bfloat16"), (replace(GPU, bfloat16=False), "bfloat16", "float16"),
+    (CPU, "bfloat16", "float32"),
+])
+def test_automatic_dtype(device: DeviceFacts, stored: str, expected: str):
+    assert resolve(Config(), facts(device, replace(SMALL, dtype=stored))).dtype == expected
+
+
+def test_automatic_dtype_shrinks_where_float32_would_fill_the_memory():
+    resolved = resolve(Config(), facts(model=replace(SMALL, parameters=4_000_000_000)))
+    assert resolved.dtype == "bfloat16" and "14.90 GiB" in decision(resolved, "dtype").why
+
+
+# ----------------------------------------------------------------------------------------------------------------- fit
+def test_context_is_fitted_only_where_it_was_not_set():
+    little = Config(kv=KVSection(kv_tokens=1000))
+    resolved = resolve(little, facts())
+    assert resolved.max_model_len == resolved.kv_tokens == 1008  # whole pages
+    assert decision(resolved, "max_model_len").changed
+    message = refusals(replace(little, model=ModelSection(max_model_len=8192)))
+    assert "--max-model-len 8192 does not work with the KV cache" in message and "1008" in message
+
+
+def test_step_buffers_are_fitted_only_where_they_were_not_set():
+    tight = replace(CPU, memory_free=400 * 1024**2)
+    resolved = resolve(Config(), facts(tight))
+    assert resolved.max_num_batched_tokens < 512 and decision(resolved, "max_num_batched_tokens").changed
+    assert resolved.memory.budget <= tight.memory_free
+    kept = resolve(Config(schedule=ScheduleSection(max_num_batched_tokens=500)), facts(tight))
+    assert kept.max_num_batched_tokens == 500
+
+
+def test_a_model_that_does_not_fit_is_refused_with_both_sizes():
+    message = refusals(Config(model=ModelSection(dtype="float32")), facts(model=replace(SMALL, parameters=10**10)))
+    assert "model small does not work with the memory of a CPU" in message and "37.2" in message
+
+
+# -------------------------------------------------------------------------------------------------------------- groups
+def test_kv_tokens_are_exact():
+    resolved = resolve(Config(kv=KVSection(kv_tokens=320, page_size=16)), facts(model=WINDOWED))
+    assert resolved.kv_tokens == 320 and resolved.pages == (21, 21)  # and the null page
+
+
+def test_a_window_group_leaves_memory_to_the_full_group():
+    config = Config(kv=KVSection(kv_memory=4 * GIB), schedule=ScheduleSection(max_num_seqs=2))
+    resolved = resolve(config, facts(model=WINDOWED))
+    full, window = resolved.pages
+    assert full > window and window * 16 >= 2 * (1024 + 512)
+    assert sum(pages * 16 * 5760 * ITEM_BYTES["float32"] for pages in resolved.pages) <= 4 * GIB
+    assert resolved.windows == (None, 1024)
+
+
+def test_where_every_layer_has_a_window_the_context_needs_no_more_pages_than_the_window():
+    config = Config(kv=KVSection(kv_memory=GIB), schedule=ScheduleSection(max_num_seqs=2, max_num_batched_tokens=128))
+    resolved = resolve(config, facts(model=ALL_WINDOW))
+    assert resolved.max_model_len == 32768 > resolved.pages[0] * 16
+
+
+# --------------------------------------------------------------------------------------------------------- speculation
+def test_speculation_width():
+    on = SpeculationSection("ngram")
+    assert resolve(Config(speculation=on), facts(drafter=NGRAM)).speculation_tokens == 4
+    resolved = resolve(Config(speculation=replace(on, speculation_tokens=7)), facts(drafter=NGRAM))
+    assert resolved.speculation_tokens == 7 and resolved.drafter == "ngram"
+
+
+def test_drafters_memory_counts():
+    big = DrafterFacts("model", Caps(lookahead=3), parameters=10**8, kv_values=1000)
+    with_drafter = resolve(Config(speculation=SpeculationSection("model")), facts(drafter=big))
+    assert with_drafter.memory.draft_weights == 4 * 10**8 and with_drafter.lookahead == 3
+    without = resolve(Config(), facts())
+    assert with_drafter.kv_tokens < without.kv_tokens
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+REFUSED = {
+    "device": (Config(model=ModelSection(device="tpu")), "--device tpu does not work with engine stretto"),
+    "no cuda": (Config(model=ModelSection(device="cuda")), "--device cuda does not work with this machine"),
+    "context": (Config(model=ModelSection(max_model_len=9000)), "--max-model-len 9000 does not work with model small"),
+    "two sizes": (Config(kv=KVSection(kv_memory=GIB, kv_tokens=10)), "--kv-memory does not work with --kv-tokens"),
+    "gpu share": (Config(kv=KVSection(gpu_memory_utilization=0.5)), "--gpu-memory-utilization 0.5 does not work with"),
+    "share range": (Config(kv=KVSection(gpu_memory_utilization=1.5)), "it is a fraction of the memory"),
+    "no drafter": (Config(speculation=SpeculationSection("eagle9")), "--speculation eagle9 does not work with"),
+    "tokens, off": (Config(speculation=SpeculationSection("off", speculation_tokens=3)), "--speculation off"),
+    "chunk": (Config(schedule=ScheduleSection(chunk_size=300, max_num_batched_tokens=200)), "--chunk-size 300"),
+    "parallel": (Config(parallel=ParallelSection(tensor_parallel_size=2)), "--tensor-parallel-size 2"),
+    "negative": (Config(schedule=ScheduleSection(max_num_seqs=0)), "--max-num-seqs 0"),
+    "port": (Config(serve=ServeSection(port=70000)), "--port 70000"),
+    "memory": (Config(kv=KVSection(kv_memory=100 * GIB)), "a KV cache of 100.00 GiB does not work with the memory"),
+    "page": (Config(kv=KVSection(kv_memory=1000)), "it does not hold two pages"),
+    "context of 1": (Config(model=ModelSection(max_model_len=1)), "a prompt and an answer need 2 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_both_names(name: str):
+    config, sentence = REFUSED[name]
+    message = refusals(config)
+    assert sentence in message and ";" in message, "a refusal names the way out"
+
+
+def test_a_tree_drafter_is_refused():
+    message = refusals(Config(speculation=SpeculationSection("t")), facts(drafter=DrafterFacts("t", Caps("tree"))))
+    assert "drafter t does not work with engine stretto: it proposes a tree" in message
+
+
+def test_too_wide_drafts_are_refused():
+    config = Config(speculation=SpeculationSection("ngram", speculation_tokens=8))
+    assert "it proposes at most 7 tokens" in refusals(config, facts(drafter=NGRAM))
+
+
+def test_a_step_must_hold_a_verified_row():
+    config = Config(speculation=SpeculationSection("ngram", speculation_tokens=7),
+                    schedule=ScheduleSection(max_num_batched_tokens=4))
+    message = refusals(config, facts(drafter=NGRAM))
+    assert "--max-num-batched-tokens 4 does not work with --speculation-tokens 7" in message
+
+
+def test_all_refusals_are_told_at_once():
+    config = Config(model=ModelSection(max_model_len=0), serve=ServeSection(port=-1))
+    assert len(refusals(config).splitlines()) == 2
+
+
+# ---------------------------------------------------------------------------------------------------- sampling defaults
+def test_case_18_01_sampling_defaults_are_told_and_can_be_left_out():
+    model = replace(SMALL, sampling_defaults=(("temperature", 0.1), ("top_k", 1)))
+    resolved = resolve(Config(), facts(model=model))
+    assert dict(resolved.sampling_defaults) == {"temperature": 0.1, "top_k": 1}
+    assert decision(resolved, "sampling defaults").now == "temperature 0.1, top_k 1"
+    none = resolve(Config(serve=ServeSection(generation_config="none")), facts(model=model))
+    assert none.sampling_defaults == () and "temperature 0.1" in decision(none, "sampling defaults").why
+
+
+# ------------------------------------------------------------------------------------------------------------ property
+maybe = st.none()
+CONFIGS = st.builds(
+    Config,
+    model=st.builds(ModelSection, max_model_len=maybe | st.integers(2, 40000),
+                    dtype=st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
+                    device=st.sampled_from(["auto", "cpu", "cuda"])),
+    kv=st.builds(KVSection, page_size=maybe | st.sampled_from([1, 16, 64, 256]),
+                 kv_memory=maybe | st.integers(1, 8 * GIB), kv_tokens=maybe | st.integers(1, 100_000)),
+    schedule=st.builds(ScheduleSection, max_num_seqs=maybe | st.integers(1, 512),
+                       max_num_batched_tokens=maybe | st.integers(1, 20_000), chunk_size=maybe | st.integers(1, 20_000),
+                       mixed_chunk=maybe | st.booleans(), overlap=maybe | st.booleans()),
+    speculation=st.builds(SpeculationSection, st.sampled_from(["off", "ngram"]),
+                          speculation_tokens=maybe | st.integers(0, 9)),
+)
+FACTS = st.builds(
+    lambda device, model, free, width, lookahead: facts(
+        replace(device, memory_free=min(free, device.memory_total)), model,
+        DrafterFacts("ngram", Caps(max_width=width, lookahead=lookahead))),
+    st.sampled_from([CPU, GPU]), st.sampled_from([SMALL, WINDOWED, ALL_WINDOW]), st.integers(GIB // 2, 80 * GIB),
+    st.integers(0, 8), st.integers(0, 8))
+
+
+@settings(max_examples=300, deadline=None)
+@given(CONFIGS, FACTS)
+def test_any_configuration_is_kept_or_refused(config: Config, found: Facts):
+    try:
+        resolved = resolve(config, found)
+    except ConfigError as e:
+        assert e.refusals and all(str(r).count("does not work with") == 1 for r in e.refusals)
+        return
+    for section in (config.model, config.kv, config.schedule):
+        for setting in fields(section):
+            asked, now = getattr(section, setting.name), getattr(resolved, setting.name, None)
+            if asked not in (None, "auto") and hasattr(resolved, setting.name) and setting.name != "kv_tokens":
+                assert now == asked, setting.name
+    assert 2 <= resolved.max_model_len <= found.model.context
+    assert min(resolved.pages) >= 2 and len(resolved.pages) == len(found.model.kv_groups)
+    assert resolved.max_model_len + resolved.speculation_tokens + resolved.lookahead <= resolved.kv_tokens
+    assert 1 <= resolved.chunk_size <= resolved.max_num_batched_tokens
+    assert 1 + resolved.speculation_tokens <= resolved.max_num_batched_tokens
+    device = next(d for d in found.devices if d.kind == resolved.device)
+    assert 0 < resolved.memory.budget <= device.memory_free
+    if config.speculation.speculation == "off":
+        assert resolved.drafter is None
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers
+@pytest.mark.parametrize(("text", "size"), [
+    ("4GiB", 4 * GIB), ("4g", 4 * GIB), ("4 GB", 4 * 10**9), ("512MiB", 512 * 1024**2), ("1.5k", 1536), ("77", 77)])
+def test_sizes(text: str, size: int):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(("text", "count"), [
+    ("8192", 8192), ("8k", 8000), ("8K", 8192), ("1M", 1024**2), ("1m", 10**6)])
+def test_counts(text: str, count: int):
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "many", "4 cats", "GiB", "1e400", "nan"])
+def test_what_is_no_number(text: str):
+    for parse in (parse_size, parse_count):
+        with pytest.raises(ValueError, match="is not a number as in"):
+            parse(text)

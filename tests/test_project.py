@@ -1,0 +1,107 @@
+"""The project's own machinery: finding a Python, tiers of tests, documents that do not lie."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from stretto import __version__
+from stretto.cli.sources import setting_names
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, **environment})
+
+
+# --------------------------------------------------------------------------------------------------------------- set-up
+def fake_python(folder: Path, name: str, old: bool = False, no_venv: bool = False) -> None:
+    """An interpreter that answers the two questions of .ci/find-python."""
+    script = folder / name
+    script.write_text("#!/bin/sh\n"
+                      'case "$*" in\n'
+                      f"  *version_info*) exit {int(old)};;\n"
+                      f"  *venv*) exit {int(no_venv)};;\n"
+                      "  --version) echo Python 3.9.1;;\n"
+                      "esac\n")
+    script.chmod(0o755)
+
+
+def find_python(folder: Path, *asked: str) -> subprocess.CompletedProcess[str]:
+    return run(shutil.which("sh") or "/bin/sh", ROOT / ".ci/find-python", *asked, PATH=str(folder))
+
+
+def test_set_up_takes_the_first_python_that_will_do(tmp_path: Path):
+    fake_python(tmp_path, "python3.12", old=True)
+    fake_python(tmp_path, "python3.13", no_venv=True)
+    fake_python(tmp_path, "python3")
+    assert find_python(tmp_path).stdout == "python3\n"
+
+
+def test_set_up_says_what_is_missing(tmp_path: Path):
+    fake_python(tmp_path, "python3", old=True)
+    fake_python(tmp_path, "python3.12", no_venv=True)
+    found = find_python(tmp_path)
+    assert found.returncode == 1 and found.stdout == ""
+    assert "too old: python3 (Python 3.9.1)" in found.stderr and "without venv: python3.12" in found.stderr
+    assert "asked for by PYTHON=: python9" in find_python(tmp_path, "python9").stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------- tiers
+TEN_TESTS = "import pytest, time\n" + "".join(f"def test_{i}(): time.sleep(0.02)\n" for i in range(10))
+
+
+def run_tier(folder: Path, *options: str) -> set[str]:
+    (folder / "test_ten.py").write_text(TEN_TESTS)
+    ran = run(sys.executable, "-m", "pytest", "-p", "tiers", "-p", "no:cacheprovider", "-v", *options, folder, cwd=folder,
+              PYTHONPATH=str(ROOT / ".ci"))
+    return set(re.findall(r"test_ten.py::(test_\d+) PASSED", ran.stdout))
+
+
+def test_tiers_cover_every_test_once(tmp_path: Path):
+    parts = [run_tier(tmp_path, "--tier", f"{i}/3", "--rotate", "5") for i in range(3)]
+    assert sum(len(part) for part in parts) == 10 and len(set().union(*parts)) == 10
+
+
+def test_a_tier_ends_with_its_time(tmp_path: Path):
+    assert 0 < len(run_tier(tmp_path, "--time-box", "0.06")) < 10
+
+
+# ------------------------------------------------------------------------------------------------------------- documents
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def test_the_version_is_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == __version__ and __version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path):
+    for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
+        if not target.startswith(("http://", "https://", "mailto:")):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_setting_is_documented():
+    text = (ROOT / "docs/configuration.md").read_text()
+    flags = {"--" + name.replace("_", "-") for name in setting_names()}
+    assert [flag for flag in sorted(flags) if f"`{flag}" not in text and f"{flag}`" not in text] == []
+
+
+def test_documented_flags_exist():
+    """Of the commands that the documents print."""
+    known = {name.replace("_", "-") for name in setting_names()}
+    for document in DOCUMENTS:
+        for command in re.findall(r"^\s*(?:\$ )?stretto (?:serve|explain) .*$", document.read_text(), re.MULTILINE):
+            for flag in re.findall(r"--([a-z][a-z-]+)", command):
+                assert flag.removeprefix("no-") in known | {"config", "json"}, f"{document.name}: {command.strip()}"
