@@ -90,8 +90,8 @@ def main() -> None:
     seconds, _ = measure(args.rows, args.steps, args.width, args.page_size, args.prompt)
     ms = sorted(1000 * s for s in seconds)
     median, p99 = statistics.median(ms), ms[int(0.99 * len(ms))]
-    print(f"rows {args.rows}  width {args.width}  page {args.page_size}  steps {len(ms)}: CPU time median {median:.2f} ms"
-          f"  p99 {p99:.2f} ms  ({1000 * median / args.rows:.2f} us a row)")
+    print(f"rows {args.rows}  width {args.width}  page {args.page_size}  steps {len(ms)}: CPU time median"
+          f" {median:.2f} ms  p99 {p99:.2f} ms  ({1000 * median / args.rows:.2f} us a row)")
 
 
 if __name__ == "__main__":

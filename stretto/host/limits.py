@@ -70,5 +70,6 @@ class HostLimits:
         """Pages that a lone sequence holds at most while it is fed one token a step in a window group (0: full)."""
         if window is None:
             return 0
-        # cells lo - W .. lo + 1 + lookahead, with both ends inside a page, and one page for a copy at a fork
-        return -(-(max(window, 2) + 1 + self.lookahead) // self.page_size) + 2
+        # cells lo - W .. lo + lookahead, with both ends inside a page, and a page to spare; the whole sequence at most
+        whole = -(-(self.kv_tokens + self.lookahead) // self.page_size)
+        return min(whole, -(-(max(window, 2) + 1 + self.lookahead) // self.page_size) + 2)

@@ -6,8 +6,9 @@
     launch    caps go in flight; operations and rows become the plan
 
 Who gives way is always the turn of the largest rank, so the smallest rank is never retracted and always ends. A turn
-that was retracted comes back when a turn has ended, or when the pool could hold it beside the growth of all others, of
-which it asks sixteen times more after each retraction: no two turns can go on evicting each other.
+is admitted only where the pool has room for all its ids, those still to be fed by others, and some growth of everybody.
+A turn that was retracted asks for at least what it gave back, while those that took it have grown: it returns when a
+turn has ended, not before, so no two turns go on evicting each other.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from stretto.host.slots import Slots
 from stretto.host.turn import Turn
 from stretto.wire import Goal, HostDraft, StepPlan
 
-GROWTH = 16  # tokens that admission leaves to every running turn; sixteen times more for each retraction of the waiting
+GROWTH = 16  # tokens that admission leaves to every turn
 
 
 class Row(NamedTuple):
@@ -98,13 +99,11 @@ class Planner:
 
     def _has_room(self, turn: Turn) -> bool:
         """Pages for all ids of the turn, and for the growth of everybody."""
-        again = turn.usage.retractions if turn.ends_seen == self._slots.ended else 0
-        growth = GROWTH * 16 ** min(again, 6)
         short = [-self._ledger.available(g) for g in range(len(self._limits.pages))]
         for other in (turn, *self._slots.running):
             lease = other.lease
             assert lease is not None
-            upto = min(lease.top, max(len(other.tokens), lease.hi) + growth) + self._lookahead(other)
+            upto = min(lease.top, max(len(other.tokens), lease.hi) + GROWTH) + self._lookahead(other)
             short = [a + b for a, b in zip(short, self._ledger.needed(lease, upto))]
         return max(short) <= 0
 
@@ -214,7 +213,6 @@ class Planner:
         assert lease is not None
         self._counters.retractions += 1
         turn.usage.retractions += 1
-        turn.ends_seen = self._slots.ended
         self._ledger.publish(lease, turn.tokens)
         self._ledger.drop(lease)
         turn.lease = None

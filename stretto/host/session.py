@@ -88,8 +88,8 @@ class Sessions:
             raise RequestError(f"session {sid!r} cannot be rewound to {n}: it must be idle and have that many ids",
                                param="session")
         session.tokens = session.tokens[:n]
-        if session.lease is not None:
-            self._ledger.truncate(session.lease, n)
+        if session.lease is not None and self._ledger.truncate(session.lease, n) == 0:
+            self._give_up(session)  # the next turn looks in the prefix tree
 
     def close(self, sid: str) -> None:
         """Of an idle session; its live turn is aborted first."""

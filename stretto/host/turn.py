@@ -49,7 +49,6 @@ class Turn:
     slot: int = -1
     epoch: int = -1
     fill_to: int = 0  # ids of the log at seating; rows below it only feed
-    ends_seen: int = 0  # turns that had ended when this one was last retracted
 
     @property
     def next_score(self) -> int:

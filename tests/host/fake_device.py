@@ -140,6 +140,9 @@ class FakeDevice:
         for s in plan.releases.tolist():
             self.slots[s][Int.DONE], self.slots[s][Int.EPOCH] = 1, -1
         self._seats(plan)
+        world = self.world
+        table = -(-(world.context - 1 + world.lookahead) // world.page)
+        need(all(i < table for _, _, i, _ in plan.maps.tolist()), "a page beyond the context and the lookahead")
         named = [(s, g, i) for s, g, i, _ in plan.maps.tolist()]
         need(len(named) == len(set(named)), "one table entry is mapped twice in a plan")
         for s, g, i, page in plan.maps.tolist():

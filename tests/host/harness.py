@@ -129,6 +129,7 @@ class World:
     session_share: float = 0.3
     score_share: float = 0.15
     fork_share: float = 0.2
+    long_share: float = 0.03  # requests that go on until the context, or the pool, is full
     max_new: int = 40
     most_waiting: int = 25
     device: type[FakeDevice] = FakeDevice
@@ -158,7 +159,8 @@ def make_world(rng: random.Random, **force) -> World:
         prefix_cache=rng.random() < 0.85, eos_token_ids=frozenset({EOS}), seeds=random.Random(rng.random()),
         poison=True)
     fields |= {name: force.pop(name) for name in list(force) if name in HostLimits.__dataclass_fields__}
-    pages = tuple(full if w is None or not small_windows else _least_pages(w, page, lookahead) for w in windows)
+    pages = tuple(full if w is None or not small_windows else min(full, _least_pages(w, page, lookahead))
+                  for w in windows)
     limits = HostLimits(**{"pages": pages, **fields})
     return replaced(World(limits, drafter, rng.choice([0.3, 0.7, 0.95, 1.0]), rng.random() < 0.3,
                           rng.random() < 0.5), **force)
@@ -166,6 +168,18 @@ def make_world(rng: random.Random, **force) -> World:
 
 def _least_pages(window: int, page: int, lookahead: int) -> int:
     return -(-(window + 1 + lookahead) // page) + 2
+
+
+def plain_world(drafter: str = "none", accept: float = 1.0, **fields) -> World:
+    """A world without surprises: room for everything, unless `fields` (of HostLimits) say otherwise."""
+    defaults = dict(page_size=4, pages=(1000,), max_slots=17, max_model_len=500, chunk=16, budget=128, depth=1, width=0,
+                    eos_token_ids=frozenset({EOS}), seeds=random.Random(5), poison=True)
+    fields = defaults | fields
+    if "windows" in fields and len(fields["pages"]) != len(fields["windows"]):
+        fields["pages"] = fields["pages"] * len(fields["windows"])
+    if drafter == "eagle":
+        fields.setdefault("lookahead", fields["width"])
+    return World(HostLimits(**fields), drafter, accept)
 
 
 # ------------------------------------------------------------------------------------------------------------- run
@@ -249,6 +263,8 @@ class Harness:
             fields["min_tokens"] = rng.randint(0, fields["max_tokens"])
         if not scored and rng.random() < world.fork_share:
             fields["n"] = rng.choice([2, 3])
+        if rng.random() < world.long_share:
+            fields |= dict(max_tokens=None, ignore_eos=True, stop=(), stop_token_ids=())
         return SamplingParams(**(fields | fixed))
 
     def random_prompt(self, most: int = 100) -> list[int]:
@@ -328,7 +344,7 @@ class Harness:
                 del self.sessions[sid]
             elif self.rng.random() < 0.2:
                 self.append(sid)
-            elif self.rng.random() < 0.1 and session.tokens:
+            elif self.rng.random() < 0.25 and session.tokens:
                 self.rids += 1
                 child = f"s{self.rids}"
                 n = self.rng.randint(1, len(session.tokens))
@@ -434,6 +450,16 @@ class Harness:
         self.count["answers"] += 1
         if asked.session is not None:
             self.history[asked.session] = asked.prompt + client.tokens
+
+    def drain(self, most: int = 5000) -> None:
+        """Steps until nothing is left to do; then `finish`."""
+        for _ in range(most):
+            if not (self.half.has_work or self.flight):
+                break
+            moved = self.step()
+            self.half.audit()
+            expect(moved or not self.half.has_work, "the engine stands still with work to do")
+        self.finish()
 
     # -- a whole run
     def new_requests(self) -> None:

@@ -406,8 +406,7 @@ class ScoreRowSamples(FakeDevice):
 
 MUTANTS: dict[str, tuple[Callable[[Patch], None] | type[FakeDevice], dict]] = {
     "unclipped_hi": (unclipped_hi, dict(
-        width=7, depth=2, page_size=1, room=1.0, cap_policy="full", drafter="ngram", windows=(None,), max_new=300,
-        session_share=0, score_share=0)),
+        width=7, depth=2, page_size=1, room=2.0, cap_policy="full", drafter="ngram", windows=(None,), long_share=0.5)),
     "reserve_against_lo": (reserve_against_lo, SPEC),
     "reserve_one_token": (reserve_one_token, SPEC),
     "reserve_first_group_only": (reserve_first_group_only, WINDOW),
