@@ -56,14 +56,14 @@ def test_set_up_says_what_is_missing(tmp_path: Path):
     assert "asked for by PYTHON=: python9" in find_python(tmp_path, "python9").stderr
 
 
-# ----------------------------------------------------------------------------------------------------------------- tiers
+# ---------------------------------------------------------------------------------------------------------------- tiers
 TEN_TESTS = "import pytest, time\n" + "".join(f"def test_{i}(): time.sleep(0.02)\n" for i in range(10))
 
 
 def run_tier(folder: Path, *options: str) -> set[str]:
     (folder / "test_ten.py").write_text(TEN_TESTS)
-    ran = run(sys.executable, "-m", "pytest", "-p", "tiers", "-p", "no:cacheprovider", "-v", *options, folder, cwd=folder,
-              PYTHONPATH=str(ROOT / ".ci"))
+    ran = run(sys.executable, "-m", "pytest", "-p", "tiers", "-p", "no:cacheprovider", "-v", *options, folder,
+              cwd=folder, PYTHONPATH=str(ROOT / ".ci"))
     return set(re.findall(r"test_ten.py::(test_\d+) PASSED", ran.stdout))
 
 
@@ -76,7 +76,7 @@ def test_a_tier_ends_with_its_time(tmp_path: Path):
     assert 0 < len(run_tier(tmp_path, "--time-box", "0.06")) < 10
 
 
-# ------------------------------------------------------------------------------------------------------------- documents
+# ------------------------------------------------------------------------------------------------------------ documents
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
