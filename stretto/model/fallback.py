@@ -54,9 +54,9 @@ class UnsupportedModel(ConfigError):
 class Call:
     """One attention call of a forward pass, as the model made it."""
 
+    module: nn.Module
     spec: LayerSpec
     mask: torch.Tensor | None
-    window: int | None  # the keyword argument, which a model may or may not give
 
 
 @dataclass
@@ -77,11 +77,10 @@ class Router:
             self.attend = None
 
     def attention(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                  attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-                  sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
-                  **ignored: Any) -> tuple[torch.Tensor, None]:
+                  attention_mask: torch.Tensor | None, scaling: float | None = None, softcap: float | None = None,
+                  s_aux: torch.Tensor | None = None, **ignored: Any) -> tuple[torch.Tensor, None]:
         """The signature of transformers' attention functions: query [1, H, T, D], key and value [1, Hkv, T, D]; returns
-        [1, T, H, D]. What it leaves out (masks, dropout, positions) is in the Attend or has been compared at load."""
+        [1, T, H, D]. What it ignores (masks, windows, dropout, positions) is in the Attend or was compared at load."""
         if self.attend is None:
             raise RuntimeError(f"{type(module).__name__} was called outside CausalModel.forward")
         if self.calls is not None:
@@ -90,7 +89,7 @@ class Router:
                                        "latent attention): the KV cache holds equal ones")
             scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
             spec = LayerSpec(query.shape[1], key.shape[1], query.shape[-1], scale, None, softcap, s_aux is not None)
-            self.calls.append(Call(spec, attention_mask, sliding_window))
+            self.calls.append(Call(module, spec, attention_mask))
         layer, self.layer = self.layer, self.layer + 1
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return self.attend(layer, q, k, v, s_aux).unsqueeze(0), None
@@ -141,7 +140,10 @@ class FallbackModel:
         self._base, self._head, self._router = causal.base_model, _head_of(causal), router
         self._taps: dict[str, torch.Tensor] = {}
         self.close = weakref.finalize(self, _unregister, name)
-        for index, layer in enumerate(_decoder_layers(causal, text.num_hidden_layers)):
+
+    def tap(self, attentions: list[nn.Module]) -> None:
+        """Watches the decoder layers, which are found by the attention modules inside them, in order."""
+        for index, layer in enumerate(_decoder_layers(self._base, attentions)):
             layer.register_forward_hook(_tap(weakref.ref(self), f"hidden.{index}"))
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend,
@@ -183,7 +185,7 @@ def load_fallback(folder: Path, raw: Mapping[str, Any], generation: Mapping[str,
             causal.set_attn_implementation(key)
         if text._attn_implementation != key:
             raise UnsupportedModel(f"{name}: its attention does not go through transformers' attention interface")
-        model.layers = try_out(model, router, key, name, right, text.num_hidden_layers)
+        try_out(model, router, key, name, right, text.num_hidden_layers)
     except Exception as e:
         model.close()
         if isinstance(e, ConfigError):
@@ -285,12 +287,12 @@ def _freeze_rotary(causal: Any, text: Any, positions: int) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- trying it out
-def try_out(model: FallbackModel, router: Router, key: str, name: str, right: torch.Tensor,
-            n_layers: int) -> tuple[LayerSpec, ...]:
-    """Runs the trial described at the top of this module; returns the spec of each layer. Raises UnsupportedModel."""
+def try_out(model: FallbackModel, router: Router, key: str, name: str, right: torch.Tensor, n_layers: int) -> None:
+    """Runs the trial described at the top of this module and tells the model its layers. Raises UnsupportedModel."""
     ids = probe_ids(model.vocab_size, model.device)
     positions = torch.arange(len(ids), device=model.device)
-    layers = _observe(model, router, key, name, ids, positions)
+    calls = _observe(model, router, key, name, ids, positions)
+    layers = tuple(call.spec for call in calls)
     if len(layers) != n_layers:
         raise UnsupportedModel(f"{name} has {n_layers} layers but made {len(layers)} attention calls: some layers keep "
                                "state of another kind, or none")
@@ -304,7 +306,8 @@ def try_out(model: FallbackModel, router: Router, key: str, name: str, right: to
     if not close_enough(torch.cat(parts), right, model.dtype):
         raise UnsupportedModel(f"{name}: fed in two steps its logits differ; something other than attention reads "
                                "earlier tokens, or positions are not taken from the step")
-    return layers
+    model.layers = layers
+    model.tap([call.module for call in calls])
 
 
 def _right_logits(causal: Any, name: str, ids: torch.Tensor) -> torch.Tensor:
@@ -316,14 +319,15 @@ def _right_logits(causal: Any, name: str, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _observe(model: FallbackModel, router: Router, key: str, name: str, ids: torch.Tensor,
-             positions: torch.Tensor) -> tuple[LayerSpec, ...]:
+             positions: torch.Tensor) -> list[Call]:
+    """The attention calls of one forward pass, with the windows that their masks stand for."""
     masks = MaskProbe(model.max_position)
     calls: list[Call] = []
     router.calls = calls
     AttentionMaskInterface.register(key, masks)
     try:
         model.forward(ids, positions, ProbeAttend(lambda layer: calls[layer].spec))
-        return tuple(replace(call.spec, window=masks.window(call.mask)) for call in calls)
+        return [replace(call, spec=replace(call.spec, window=masks.window(call.mask))) for call in calls]
     except UnknownMask as e:
         raise UnsupportedModel(f"{name}: {e}") from e
     finally:
@@ -344,12 +348,14 @@ def _head_of(causal: Any) -> Any:
     return head
 
 
-def _decoder_layers(causal: Any, n_layers: int) -> nn.ModuleList:
-    """The one list of modules that is as long as the model is deep. Raises UnsupportedModel if there is none."""
-    lists = [m for m in causal.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == n_layers]
-    if not lists:
-        raise UnsupportedModel(f"{type(causal).__name__} has no list of {n_layers} decoder layers")
-    return lists[0]
+def _decoder_layers(base: nn.Module, attentions: list[nn.Module]) -> nn.ModuleList:
+    """The list of modules of which the n-th holds the n-th attention. Raises UnsupportedModel if there is none."""
+    for layers in base.modules():
+        if isinstance(layers, nn.ModuleList) and len(layers) == len(attentions) and all(
+                any(module is attention for module in layer.modules())
+                for layer, attention in zip(layers, attentions, strict=True)):
+            return layers
+    raise UnsupportedModel(f"{type(base).__name__} has no list of {len(attentions)} decoder layers")
 
 
 def _tap(model: weakref.ref[FallbackModel], name: str) -> Callable:

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.llama import modeling_llama
 from transformers.utils import logging as hf_logging
@@ -123,6 +124,20 @@ def test_taps_are_the_residual_stream(name, tmp_path):
     states = oracle(torch.tensor([ids]), output_hidden_states=True).hidden_states
     for tap, state in (("hidden.0", states[1]), ("hidden.1", states[2]), ("hidden.last", states[-1])):
         torch.testing.assert_close(taps[tap], state[0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_text_model_beside_a_vision_tower_of_equal_depth(tmp_path):
+    text = transformers.Gemma3TextConfig(**{**SIZES, **WORKS["gemma3"][1]})
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}
+    oracle = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4, image_token_index=319,
+        boi_token_index=318, eoi_token_index=317)).eval()
+    oracle.save_pretrained(tmp_path)
+    model, ids, taps = load(tmp_path), ids_of(12, vocab=300), {"hidden.0": None}
+    torch.testing.assert_close(run(model, ids, taps=taps), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
+    states = oracle(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(taps["hidden.0"], states[1][0], atol=1e-4, rtol=1e-4)
 
 
 def test_bfloat16(tmp_path):
