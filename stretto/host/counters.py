@@ -35,7 +35,8 @@ class Counters:
     session_turns: int = 0
     in_place_turns: int = 0
     branches: int = 0
-    faults: int = 0  # failed checks, of engines that serve on
+    faults: int = 0  # requests ended by a failed check, of engines that serve on
+    broken_books: int = 0  # steps after which the pages did not add up
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)

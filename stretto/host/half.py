@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from stretto.host.counters import Counters
+from stretto.host.faults import HostFault
 from stretto.host.intake import Intake
 from stretto.host.ledger import Ledger
 from stretto.host.limits import HostLimits
@@ -24,6 +26,8 @@ from stretto.host.turn import Turn
 from stretto.params import SamplingParams
 from stretto.protocol import Output, Request, RequestError
 from stretto.wire import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class HostHalf:
@@ -64,13 +68,24 @@ class HostHalf:
 
         Call `take_outputs` after it: a turn may end here, for want of pages."""
         plan = self.planner.plan()
-        self.ledger.check()
+        self._check()
         return plan
 
     def process(self, result: StepResult) -> list[Output]:
         outputs = self.take_outputs() + self.results.process(result)
-        self.ledger.check()
+        self._check()
         return outputs
+
+    def _check(self) -> None:
+        """The pool equation. A server counts a broken one, and says so once."""
+        try:
+            self.ledger.check()
+        except HostFault as fault:
+            if self.limits.strict:
+                raise
+            if not self.counters.broken_books:
+                logger.error("%s", fault)
+            self.counters.broken_books += 1
 
     def take_outputs(self) -> list[Output]:
         outputs, self._unsent = self._unsent, []

@@ -32,6 +32,9 @@ class Intake:
         if not 1 <= prompt < limits.max_model_len:
             raise RequestError(f"the prompt has {prompt} tokens; it must have 1..{limits.max_model_len - 1}",
                                param="prompt", code="context_length_exceeded")
+        if sampling.stop and self._text_stream is None:
+            raise RequestError("stop strings need the text, and this engine has no tokenizer: use stop_token_ids",
+                               param="stop")
         goal = Goal.SCORE if sampling.max_tokens == 0 else Goal.GENERATE
         asked = prompt + 1 if goal == Goal.SCORE else self._asked(prompt, sampling)
         limit = min(asked, limits.kv_tokens + 1)  # the last id needs no cell

@@ -72,8 +72,8 @@ class Results:
                 continue
             try:
                 self._apply(turn, row, result.seq, outputs)
-            except HostFault as fault:
-                outputs += self._quarantine(turn, fault)
+            except Exception as error:  # whatever it is, it is of this request
+                outputs += self._quarantine(turn, error)
         return outputs
 
     # ---------------------------------------------------------------------------------------------------- one row
@@ -176,10 +176,10 @@ class Results:
     def _fork(self, turn: Turn, new: list[int]) -> None:
         """The other choices of the request, on the same prompt's pages."""
         assert turn.lease is not None
-        job = turn.job
+        job, known = turn.job, turn.tokens + new
         for index in range(1, 1 + turn.unforked):
             child = self._intake.choice(turn, index)
-            child.lease, swaps = self._ledger.fork(turn.lease, turn.tokens + new, job.prompt, job.limit - 1)
+            child.lease, swaps = self._ledger.fork(turn.lease, known, job.prompt, job.limit - 1)
             self._ops.map(turn.slot, swaps)
             self._counters.forks += 1
             self._counters.forks_without_pages += child.lease is None
@@ -247,15 +247,16 @@ class Results:
         return [Output(turn.job.request.rid, index, [], "", *ending, copy(turn.usage), error=error,
                        prompt_logprobs=scores if index == turn.job.index else None) for index in indices]
 
-    def _quarantine(self, turn: Turn, fault: HostFault) -> list[Output]:
-        """A broken check ends one request with an error; the engine serves on. In tests it is raised."""
+    def _quarantine(self, turn: Turn, cause: Exception) -> list[Output]:
+        """A broken check, or text that cannot be made, ends one request with an error; the engine serves on."""
         if self._limits.strict:
-            raise fault
+            raise cause
         self._counters.faults += 1
-        logger.error("request %s: %s; the last results: %s", turn.job.request.rid, fault, list(self._recent))
+        rid = turn.job.request.rid
+        logger.error("request %s: %s; the last results: %s", rid, cause, list(self._recent), exc_info=cause)
         outputs: list[Output] = []
-        for other in self._live.of(turn.job.request.rid):
-            outputs += self._outputs_at_end(other, (ERROR, None), error=f"internal check failed: {fault}")
+        for other in self._live.of(rid):
+            outputs += self._outputs_at_end(other, (ERROR, None), error=f"internal error: {cause}")
             outputs += self._withdraw_broken(other)
         return outputs
 
