@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,9 +13,11 @@ from stretto.attn.api import GroupSpec, LayerSpec
 
 POISON = 3e4  # finite in every KV dtype, far from any real key or value
 
-def group_layers(layers: Sequence[LayerSpec]) -> tuple[GroupSpec, ...]:
-    """Layers of equal window share a group; full attention first, so that group 0 is the one of the whole context."""
-    windows = sorted({spec.window for spec in layers}, key=lambda w: (w is not None, w or 0))
+
+def group_layers(layers: Sequence[LayerSpec], others: Sequence[int | None] = ()) -> tuple[GroupSpec, ...]:
+    """Layers of equal window share a group; full attention first, so that group 0 is the one of the whole context.
+    `others`: windows of layers whose KV somebody else keeps at the same pages, and which need page tables as well."""
+    windows = sorted({*others, *(spec.window for spec in layers)}, key=lambda w: (w is not None, w or 0))
     return tuple(GroupSpec(w, tuple(i for i, spec in enumerate(layers) if spec.window == w)) for w in windows)
 
 
@@ -59,3 +62,26 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+
+
+class Paged(Protocol):
+    """Memory addressed by page numbers, which page operations must reach."""
+
+    def copy_page(self, group: int, source: int, target: int) -> None: ...
+
+    def poison_page(self, group: int, page: int) -> None: ...
+
+
+class Pages:
+    """Everything that lies at the same page numbers: the target's KV, a drafter's, its seams."""
+
+    def __init__(self, *stores: Paged):
+        self.stores = stores
+
+    def copy_page(self, group: int, source: int, target: int) -> None:
+        for store in self.stores:
+            store.copy_page(group, source, target)
+
+    def poison_page(self, group: int, page: int) -> None:
+        for store in self.stores:
+            store.poison_page(group, page)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from stretto.device.kv import KVCache
+from stretto.device.kv import Paged
 from stretto.ops.commit import Commit
 from stretto.spec.api import Offer
 from stretto.wire import MAX_STOP_IDS, N_INT, N_REAL, NO_TOKEN, NULL_PAGE, Int, PackedPlan, PageOp, Real
@@ -22,9 +22,10 @@ from stretto.wire import MAX_STOP_IDS, N_INT, N_REAL, NO_TOKEN, NULL_PAGE, Int, 
 class SlotTable:
     """Shapes: S slots, C tokens of context. Columns are kept one after another: `ints[Int.LEN]` is [S], contiguous."""
 
-    def __init__(self, n_slots: int, context: int, page_size: int, n_groups: int, device: torch.device):
+    def __init__(self, n_slots: int, context: int, page_size: int, n_groups: int, device: torch.device,
+                 lookahead: int = 0):
         self.context, self.page_size, self.device = context, page_size, device
-        pages = -(-context // page_size) + 1  # the drafter's lookahead may reach past the context
+        pages = -(-(context + lookahead) // page_size) + 1  # the drafter's lookahead may reach past the context
         self.ints = torch.zeros(N_INT, n_slots, dtype=torch.int32, device=device)
         self.reals = torch.zeros(N_REAL, n_slots, dtype=torch.float32, device=device)
         self.log = torch.full((n_slots, context), NO_TOKEN, dtype=torch.int32, device=device)
@@ -45,6 +46,15 @@ class SlotTable:
     def known(self) -> torch.Tensor:
         return self.ints[Int.KNOWN]
 
+    @property
+    def draft_length(self) -> torch.Tensor:
+        return self.ints[Int.DRAFT_LEN]
+
+    def may_offer(self, slots: torch.Tensor, n_out: torch.Tensor) -> torch.Tensor:
+        """Which rows may be offered drafts: they sampled, are not done, and want some. [R] bool."""
+        slots = slots.long()
+        return (n_out > 0) & (self.ints[Int.DONE][slots] == 0) & (self.ints[Int.SPECULATION][slots] > 0)
+
     def column(self, name: Int, slots: torch.Tensor) -> torch.Tensor:
         return self.ints[name][slots]
 
@@ -52,7 +62,7 @@ class SlotTable:
         return self.reals[name][slots]
 
     # ------------------------------------------------------------------------------------------------- operations
-    def apply(self, plan: PackedPlan[torch.Tensor], kv: KVCache) -> None:
+    def apply(self, plan: PackedPlan[torch.Tensor], kv: Paged) -> None:
         """Executes releases, seats, maps, page operations and host drafts, in this order. Tensors on this device."""
         if len(plan.releases):
             slots = plan.releases.long()
@@ -97,7 +107,7 @@ class SlotTable:
             self.bias_ids = torch.nn.functional.pad(self.bias_ids, (0, more))
             self.bias_values = torch.nn.functional.pad(self.bias_values, (0, more))
 
-    def _page_ops(self, plan: PackedPlan[torch.Tensor], kv: KVCache) -> None:
+    def _page_ops(self, plan: PackedPlan[torch.Tensor], kv: Paged) -> None:
         for kind, group, source, target in plan.page_ops.tolist():
             if kind == PageOp.COPY:
                 kv.copy_page(group, source, target)
@@ -153,3 +163,15 @@ class SlotTable:
         self.ints[Int.NDRAFT, torch.where(may, slots, 0)] = width
         self.ints[Int.NDRAFT, 0] = 0
         return width
+
+    def ingested(self, slots: torch.Tensor, q_len: torch.Tensor) -> None:
+        """The draft stream of rows that fed something stands as far as the target's: the same commit, second column."""
+        fed = torch.where(q_len > 0, slots.long(), 0)
+        self.ints[Int.DRAFT_LEN, fed] = self.ints[Int.LEN, fed]
+
+    def sketch(self, slots: torch.Tensor, n_out: torch.Tensor, offset: int, ids: torch.Tensor) -> None:
+        """A draft that is being made, where `offer` will put it: processors of the next one count it. NDRAFT says that
+        it is none yet."""
+        at = self.ints[Int.KNOWN][slots] + offset
+        fits = self.may_offer(slots, n_out) & (at < self.ints[Int.LIMIT][slots] - 1)
+        self.log[torch.where(fits, slots, 0), torch.where(fits, at, 0).long()] = ids.to(torch.int32)

@@ -27,16 +27,18 @@ class KVTensors(Protocol):
 
 
 class StepAttention:
-    """`attn.api.Attend` for one step. Metadata is made once for each group."""
+    """`attn.api.Attend` for one step. Metadata is made once for each group, when its first layer comes."""
 
     def __init__(self, step: RaggedStep, layers: Sequence[LayerSpec], kv: KVTensors, backend: AttentionBackend):
         self.step, self.layers, self.kv, self.backend = step, layers, kv, backend
-        self.meta = [backend.metadata(step, g, layers[group.layers[0]]) for g, group in enumerate(kv.groups)]
+        self.meta: dict[int, object] = {}
         self.calls = 0
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                  sinks: torch.Tensor | None = None) -> torch.Tensor:
         group = self.kv.group_of[layer]
+        if group not in self.meta:
+            self.meta[group] = self.backend.metadata(self.step, group, self.layers[layer])
         self.kv.write(layer, self.step.cells[group], k, v)
         self.calls += 1
         return self.backend.attend(self.layers[layer], q, self.kv.k[layer], self.kv.v[layer], self.step, group,

@@ -24,6 +24,7 @@ class DrafterCaps:
     lookahead: int = 0  # cells past the committed length that its fixed loop writes
     q: Literal["point", "full"] = "point"  # what verify may assume of the proposal distribution
     where: Literal["device", "host"] = "device"
+    seam: bool = False  # its cell p is made from the taps of position p-1: those of edges are kept for it (wire.Seam)
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,25 @@ class SlotView(Protocol):
     def known(self) -> torch.Tensor: ...  # [S] int32
     @property
     def length(self) -> torch.Tensor: ...  # [S] int32
+    @property
+    def draft_length(self) -> torch.Tensor: ...  # [S] int32: cells of the draft stream that stand
+    def may_offer(self, slots: torch.Tensor, n_out: torch.Tensor) -> torch.Tensor:
+        """Which rows may be offered drafts at all: they sampled, are not done and want some. [R] bool."""
+        ...
+
+
+class Choose(Protocol):
+    """What a row's request would sample from a drafter's logits: same processors, temperature and noise as the target's
+    (so proposals are coupled with what the target will sample), greedy at temperature 0."""
+
+    def __call__(self, logits: torch.Tensor, rows: torch.Tensor | None, offset: int) -> torch.Tensor:
+        """logits [N, V] float32 over the target's ids, of the step's rows `rows` [N] int64 (None: all); for the log
+        position known + offset. Ids chosen before in the same proposal count as the log. Returns [N] int64."""
+        ...
+
+    def block(self, logits: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        """logits [N, K, V] for the positions known .. known + K - 1. Returns [N, K] int64."""
+        ...
 
 
 class Drafter(Protocol):

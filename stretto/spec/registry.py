@@ -3,48 +3,36 @@
     [project.entry-points."stretto.drafters"]
     mine = "my_package:Mine"          # a DrafterKind: Mine.caps(settings), Mine.make(settings, context)
 
-On the command line: `--speculation ngram`, or with settings after a colon: `--speculation ngram:longest=5,shortest=3`.
+On the command line: `--speculation ngram`, or with settings after a colon: `--speculation ngram:longest=5,shortest=3`,
+`--speculation eagle3:FOLDER-OR-HUB-ID`. A draft checkpoint whose config says what it is needs no name:
+`--speculation FOLDER-OR-HUB-ID`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol
-
-import torch
 
 from stretto.spec.api import Drafter, DrafterCaps
+from stretto.spec.context import DrafterContext, DrafterError, DrafterKind, DrafterSizes, Target
+from stretto.spec.dflash import DFlash
+from stretto.spec.dspark import DSpark
+from stretto.spec.eagle import Eagle
+from stretto.spec.eagle3 import Eagle3
+from stretto.spec.identify import identify
+from stretto.spec.mtp import MTP
 from stretto.spec.ngram import LONGEST, SHORTEST, NgramDrafter
 from stretto.spec.scripted import ScriptedDrafter
+from stretto.spec.standalone import Standalone
+from stretto.spec.suffix import Suffix
+
+__all__ = ["BUILT_IN", "GROUP", "DrafterContext", "DrafterError", "DrafterKind", "drafter_caps", "drafter_sizes",
+           "find_drafter", "make_drafter"]
 
 GROUP = "stretto.drafters"
-
-
-class DrafterError(ValueError):
-    """A drafter that cannot be made as asked."""
-
-
-@dataclass(frozen=True)
-class DrafterContext:
-    """What a drafter may know of the engine when it is made. `width`: most drafts a row, as configured."""
-
-    width: int
-    vocab_size: int
-    device: torch.device
-
-
-class DrafterKind(Protocol):
-    """One kind of drafter: what an entry point gives."""
-
-    def caps(self, settings: str) -> DrafterCaps:
-        """What it would declare with these settings, before any weight is loaded. `max_width` is its widest."""
-        ...
-
-    def make(self, settings: str, context: DrafterContext) -> Drafter: ...
 
 
 @dataclass(frozen=True)
@@ -85,11 +73,15 @@ def _weightless(settings: str) -> DrafterCaps:
     return DrafterCaps(shape="chain", max_width=WIDEST, variable=True)
 
 
-BUILT_IN: dict[str, DrafterKind] = {"ngram": _Kind(_weightless, _ngram), "scripted": _Kind(_weightless, _scripted)}
+BUILT_IN: dict[str, DrafterKind] = {
+    "ngram": _Kind(_weightless, _ngram), "scripted": _Kind(_weightless, _scripted), "suffix": Suffix(),
+    "standalone": Standalone(), "eagle": Eagle(), "eagle3": Eagle3(), "mtp": MTP(), "nextn": MTP(), "dflash": DFlash(),
+    "dspark": DSpark()}
 
 
 def find_drafter(asked: str) -> tuple[DrafterKind, str]:
-    """The kind and the settings of `asked`: a name, or a name, a colon and settings. Raises DrafterError."""
+    """The kind and the settings of `asked`: a name, or a name, a colon and settings, or a draft checkpoint whose config
+    says what it is. Raises DrafterError."""
     name, _, settings = asked.partition(":")
     plugins = {p.name: p for p in entry_points(group=GROUP)}
     if name in plugins and name in BUILT_IN:
@@ -97,7 +89,11 @@ def find_drafter(asked: str) -> tuple[DrafterKind, str]:
     if name in plugins:
         return plugins[name].load(), settings
     if name not in BUILT_IN:
-        raise DrafterError(f"there is no drafter {name!r}; known: {', '.join(sorted({*BUILT_IN, *plugins}))}")
+        kind = identify(asked)
+        if kind is None:
+            raise DrafterError(f"there is no drafter {name!r}, and no draft checkpoint of that name whose config says"
+                               f" what it is; known: {', '.join(sorted({*BUILT_IN, *plugins}))}")
+        return BUILT_IN[kind], asked
     return BUILT_IN[name], settings
 
 
@@ -105,6 +101,17 @@ def drafter_caps(asked: str) -> DrafterCaps:
     """What the drafter declares, before its weights are loaded. Raises DrafterError."""
     kind, settings = find_drafter(asked)
     return kind.caps(settings)
+
+
+def drafter_sizes(asked: str, target: Target, width: int | None = None) -> DrafterSizes:
+    """What the drafter declares for this target, and the memory it takes; nothing is loaded. The loop of a chain runs
+    `width` times, so its lookahead is no longer than that. Raises DrafterError."""
+    kind, settings = find_drafter(asked)
+    sizes_of = getattr(kind, "sizes", None)
+    sizes: DrafterSizes = sizes_of(settings, target) if sizes_of else DrafterSizes(kind.caps(settings))
+    if width is not None and sizes.caps.shape == "chain":
+        sizes = replace(sizes, caps=replace(sizes.caps, lookahead=min(sizes.caps.lookahead, width)))
+    return sizes
 
 
 def make_drafter(asked: str, context: DrafterContext) -> Drafter:

@@ -1,0 +1,124 @@
+"""What the device half keeps for a drafter with weights: KV at the target's pages, seams, and the choice of tokens.
+
+    after commit     ingest (every row)  ->  DRAFT_LEN = LEN, seams recorded  ->  propose (rows that may be offered)
+
+A drafter gets read-only views and functions (`spec.context.DrafterContext`); what is written stays in this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from stretto.attn.api import AttentionBackend, GroupSpec, LayerSpec
+from stretto.device.kv import KVCache
+from stretto.device.seams import Seams
+from stretto.device.slots import SlotTable
+from stretto.model.api import CausalModel
+from stretto.ragged import RaggedStep
+from stretto.sample.features import StepShape
+from stretto.sample.processors import Positions
+from stretto.sample.verify import process, sample
+from stretto.spec.api import Drafter
+from stretto.spec.context import DrafterContext, DrafterError, Target
+
+
+class Chooser:
+    """`spec.api.Choose`, bound to the step that runs."""
+
+    def __init__(self, table: SlotTable):
+        self.table = table
+        self.step: RaggedStep | None = None
+        self.shape: StepShape | None = None
+
+    def begin(self, step: RaggedStep, shape: StepShape) -> None:
+        self.step, self.shape = step, shape
+
+    def _slots(self, rows: torch.Tensor | None) -> torch.Tensor:
+        assert self.step is not None
+        slots = self.step.slots.long()
+        return slots if rows is None else slots[rows]
+
+    def __call__(self, logits: torch.Tensor, rows: torch.Tensor | None, offset: int) -> torch.Tensor:
+        assert self.shape is not None and self.step is not None
+        slots, table = self._slots(rows), self.table
+        where = Positions(slots, table.known[slots] + offset, table.ints, table.reals)
+        ids = sample(process(logits, where, table, self.shape), where, self.shape)
+        if self.shape.penalised:
+            n_out = self.step.n_out if rows is None else self.step.n_out[rows]
+            table.sketch(slots, n_out, offset, ids)
+        return ids
+
+    def block(self, logits: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        assert self.shape is not None
+        n, width, vocab = logits.shape
+        if self.shape.penalised:  # each id depends on those before it
+            return torch.stack([self(logits[:, i], rows, i) for i in range(width)], 1)
+        slots = self._slots(rows).repeat_interleave(width)
+        offset = torch.arange(width, device=slots.device).repeat(n)
+        where = Positions(slots, self.table.known[slots] + offset, self.table.ints, self.table.reals)
+        flat = process(logits.reshape(n * width, vocab), where, self.table, self.shape)
+        return sample(flat, where, self.shape).view(n, width)
+
+
+class Drafting:
+    """One drafter's memory on the device; page copies and poison reach it beside the target's KV."""
+
+    def __init__(self, model: CausalModel, backend: AttentionBackend, kv: KVCache, table: SlotTable):
+        self.model, self.backend, self.kv, self.table = model, backend, kv, table
+        self.choose = Chooser(table)
+        self.own: KVCache | None = None
+        self.seams: Seams | None = None
+
+    def context(self, width: int, positions: int, target: Target | None = None) -> DrafterContext:
+        return DrafterContext(
+            width=width, vocab_size=self.model.vocab_size, device=self.model.device, dtype=self.model.dtype,
+            positions=positions, target=target, model=self.model, slots=self.table, choose=self.choose,
+            attention=self.backend, own_kv=self.own_kv, seam=self.seam)
+
+    def own_kv(self, layers: Sequence[LayerSpec]) -> KVCache:
+        """KV memory for a drafter's layers, at the target's page numbers. Raises DrafterError where a layer's window
+        has no page tables."""
+        windows = [group.window for group in self.kv.groups]
+        missing = sorted({str(spec.window) for spec in layers if spec.window not in windows})
+        if missing:
+            raise DrafterError(f"the drafter has layers of window {', '.join(missing)}, and the KV cache was planned"
+                               f" for windows {windows}: its sizes must name every layer")
+        groups = [GroupSpec(w, tuple(i for i, spec in enumerate(layers) if spec.window == w)) for w in windows]
+        self.own = KVCache(layers, groups, self.kv.pages, self.kv.page_size, self.kv.dtype, self.model.device)
+        return self.own
+
+    def seam(self, name: str) -> torch.Tensor:
+        if self.seams is None:
+            raise DrafterError("this drafter reads a seam and has not declared it: set seam in its caps")
+        return self.seams.of_slot[name]
+
+    def adopt(self, drafter: Drafter) -> None:
+        """Makes room for what the drafter's caps ask for."""
+        if drafter.caps.seam:
+            self.seams = Seams(sorted(drafter.caps.taps), self.table.log.shape[0], self.kv.pages[0], self.kv.page_size,
+                               self.model.hidden_size, self.model.dtype, self.model.device)
+
+    # ------------------------------------------------------------------------------------------- page operations
+    def copy_page(self, group: int, source: int, target: int) -> None:
+        for store in (self.own, self.seams):
+            if store is not None:
+                store.copy_page(group, source, target)
+
+    def poison_page(self, group: int, page: int) -> None:
+        for store in (self.own, self.seams):
+            if store is not None:
+                store.poison_page(group, page)
+
+    # ------------------------------------------------------------------------------------------------- of a step
+    def seat(self, seats: torch.Tensor) -> None:
+        """After a plan's operations: `seats` are the packed plan's."""
+        if self.seams is not None and len(seats):
+            self.seams.seat(seats[:, 0].long(), self.table.ints)
+
+    def ingested(self, step: RaggedStep, taps: dict[str, torch.Tensor]) -> None:
+        """After the drafter's ingest: its stream stands as far as the target's."""
+        self.table.ingested(step.slots, step.q_len)
+        if self.seams is not None:
+            self.seams.record(step, taps, self.table.length[step.slots.long()])

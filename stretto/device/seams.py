@@ -1,0 +1,65 @@
+"""The seams of the draft stream: a drafter's cell p is made from the taps of position p-1, which another step, another
+turn or another request may have computed.
+
+    of a slot    taps of position len-1, after every step                  the next step's first cell needs them
+    of a page    taps of its last position, beside each page of group 0    a prefix hit of whole pages needs them
+
+`seat` and `record` are the only writers. The values of a page are final before the page can be shared: they are those
+of the last time its last position was fed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stretto.device.kv import POISON
+from stretto.ragged import RaggedStep
+from stretto.wire import Int, Seam
+
+
+class Seams:
+    """`of_slot[name]` [S, E] and `of_page[name]` [pages + 1, E] for each tap name."""
+
+    def __init__(self, names: list[str], n_slots: int, pages: int, page_size: int, width: int, dtype: torch.dtype,
+                 device: torch.device):
+        self.page_size, self.exact = page_size, device.type == "cpu"
+        self.of_slot = {name: torch.zeros(n_slots, width, dtype=dtype, device=device) for name in names}
+        self.of_page = {name: torch.zeros(pages + 1, width, dtype=dtype, device=device) for name in names}
+
+    def seat(self, slots: torch.Tensor, ints: torch.Tensor) -> None:
+        """After a plan's seats: what the SEAM column of each seated slot names, [A] int64, becomes the slot's own."""
+        where = ints[Int.SEAM, slots]
+        for name, own in self.of_slot.items():
+            found = self.of_page[name][where.clamp(min=0).long()]
+            own[slots] = torch.where((where == Seam.KEEP)[:, None], own[slots], found)
+
+    def record(self, step: RaggedStep, taps: dict[str, torch.Tensor], length: torch.Tensor) -> None:
+        """After a step's commit. `length` [R]: cells committed."""
+        fed = (step.q_len > 0) & (length > step.base)
+        token = (step.cu_q[:-1] + length - 1 - step.base).clamp(0, max(len(step.ids) - 1, 0)).long()
+        slots = torch.where(fed, step.slots, 0)
+        real = torch.arange(len(step.ids), device=slots.device) < step.cu_q[-1]
+        at_end = real & (step.positions % self.page_size == self.page_size - 1)
+        page = torch.where(at_end, step.cells[0] // self.page_size, 0)
+        if self.exact:
+            ends = at_end.nonzero().flatten()
+            page = page[ends]
+        for name, own in self.of_slot.items():
+            if len(step.ids):
+                own[slots] = taps[name][token]
+                self.of_page[name][page] = taps[name][ends] if self.exact else taps[name]
+
+    # ------------------------------------------------------------------------------------------- with its page's KV
+    def copy_page(self, group: int, source: int, target: int) -> None:
+        if group == 0:
+            for pages in self.of_page.values():
+                pages[target] = pages[source]
+
+    def poison_page(self, group: int, page: int) -> None:
+        if group == 0:
+            for pages in self.of_page.values():
+                pages[page] = POISON
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for d in (self.of_slot, self.of_page) for t in d.values())

@@ -1,0 +1,115 @@
+"""Drafters that propose one token after another: a small language model, or a head on the target's hidden states.
+
+    ingest    the rows' new cells, and the one at their length, in one pass       -> hidden at the length
+    propose   head -> choose -> [one more cell -> head -> choose] K - 1 times
+
+The cell at the length and those after it are scratch: the next step's ingest writes them again, from what was
+committed. So a draft's cell never outlives its draft, whatever is accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from stretto.attn.api import Attend, LayerSpec
+from stretto.ops.attend import StepAttention
+from stretto.ragged import RaggedStep
+from stretto.spec.api import DrafterCaps, Offer, SlotView
+from stretto.spec.context import DrafterContext
+from stretto.spec.steps import StreamKV, extension, one_more, stream_of
+
+
+class ChainModel(Protocol):
+    """What `ChainDrafter` runs. `features` are None where shift is 0."""
+
+    layers: tuple[LayerSpec, ...]
+    shift: int  # 1: a cell is made from its token and the features of the position before it; 0: from its token alone
+    max_position: int
+
+    def features(self, taps: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Of the target's hidden states, [T, E] each -> [T, F]."""
+        ...
+
+    def forward(self, ids: torch.Tensor, features: torch.Tensor | None, positions: torch.Tensor,
+                attend: Attend) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """ids, positions [T] int64 -> hidden states for `logits` [T, E], and the features of these positions [T, F]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, E] -> [N, V] float32 over the target's ids (-inf: never proposed)."""
+        ...
+
+
+class ChainDrafter:
+    """`spec.api.Drafter` around a `ChainModel`."""
+
+    def __init__(self, model: ChainModel, caps: DrafterCaps, context: DrafterContext):
+        assert context.slots is not None and context.choose is not None and context.attention is not None
+        assert context.own_kv is not None
+        self.model, self.caps, self.context = model, caps, context
+        self.slots, self.choose, self.backend = context.slots, context.choose, context.attention
+        self.kv = context.own_kv(model.layers)
+        self.exact = context.device.type == "cpu"
+        self.most = min(model.max_position, max(context.positions, 1) + context.width)
+        self._views: dict[int, StreamKV] = {}
+
+    def ingest(self, step: RaggedStep, taps: dict[str, torch.Tensor]) -> None:
+        """Extends the draft stream of every row that fed something."""
+        slots, model = step.slots.long(), self.model
+        length = self.slots.length[slots]
+        items = self.most
+        if self.exact:
+            items = int(length.max()) + self.context.width + 1 if len(length) else 1
+        self.stream = stream_of(step, model.shift, items)
+        made = extension(step, self.stream, length, self.slots.draft_length[slots], self.most, self.exact)
+        self.last, self.hidden, self.following = made.last, None, None
+        if not len(made.cell):
+            return
+        ids = self.slots.log[slots[made.rows], made.cell.clamp(max=self.slots.log.shape[1] - 1)].long().clamp_(min=0)
+        features = self._features(step, taps, made.rows, made.cell) if model.shift else None
+        self.hidden, self.following = self._forward(made.step, ids, features)
+
+    def _features(self, step: RaggedStep, taps: dict[str, torch.Tensor], rows: torch.Tensor,
+                  cell: torch.Tensor) -> torch.Tensor:
+        """Those of each item's position p-1: of this step, or of the seam where p is the step's base."""
+        assert self.context.seam is not None
+        seam = self.context.seam
+        slots = step.slots.long()
+        own = self.model.features(taps)
+        edge = self.model.features({name: seam(name)[slots] for name in taps})
+        offset = cell - 1 - step.base[rows]
+        index = torch.where(offset >= 0, step.cu_q[rows] + offset, len(own) + rows)
+        return torch.cat([own, edge])[index.clamp(max=len(own) + len(edge) - 1)]
+
+    def propose(self, step: RaggedStep, view: SlotView, width: int) -> Offer:
+        """`width` ids for every row that may be offered some and whose drafts the model's context holds."""
+        n, width = len(step.slots), min(width, self.caps.max_width)
+        length = view.length[step.slots.long()]
+        may = view.may_offer(step.slots, step.n_out) & (length + width - self.model.shift <= self.model.max_position)
+        out = torch.zeros(n, width, dtype=torch.int64, device=self.context.device)
+        rows = may.nonzero().flatten() if self.exact else None
+        if self.hidden is not None and (rows is None or len(rows)):
+            self._chain(out, length, rows)
+        return Offer(out, torch.where(may, width, 0).to(torch.int32))
+
+    def _chain(self, out: torch.Tensor, length: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """Fills out [R, K] at `rows`."""
+        assert self.hidden is not None
+        where = slice(None) if rows is None else rows
+        at, stream, length = self.last[where], self.stream.take(rows), length[where]
+        hidden = self.hidden[at]
+        features = None if self.following is None else self.following[at]
+        for ahead in range(out.shape[1]):
+            if ahead:
+                hidden, features = self._forward(one_more(stream, length, ahead, self.most), out[where, ahead - 1],
+                                                 features)
+            out[where, ahead] = self.choose(self.model.logits(hidden), rows, ahead)
+
+    def _forward(self, step: RaggedStep, ids: torch.Tensor,
+                 features: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if step.page_size not in self._views:
+            self._views[step.page_size] = StreamKV(self.kv, step.page_size)
+        attend = StepAttention(step, self.model.layers, self._views[step.page_size], self.backend)
+        return self.model.forward(ids, features, step.positions, attend)

@@ -1,0 +1,65 @@
+"""One decoder layer of a drafter: that of Llama's relatives, with the liberties that draft heads take.
+
+    x = what the drafter made of embedding, features or hidden states, normed as it likes     [T, inputs]
+    residual += out(attend(rotate(q, k, v of x)));  residual += mlp(norm(residual))
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stretto.attn.api import Attend, LayerSpec
+from stretto.model.config import ModelConfig
+from stretto.model.families.llama import Style
+from stretto.model.layers import GatedMLP, HeadNorm, Linear, RMSNorm, rotate
+from stretto.model.weights import Weights
+
+
+def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Attention of each layer of a drafter's config."""
+    return tuple(LayerSpec(config.n_heads, config.n_kv_heads, config.head_dim, config.head_dim**-0.5, window)
+                 for window in config.windows)
+
+
+def kv_groups(config: ModelConfig) -> tuple[tuple[int | None, int], ...]:
+    """(window, numbers that a token stores) of a drafter's layers."""
+    each = 2 * config.n_kv_heads * config.head_dim
+    return tuple((window, each * config.windows.count(window)) for window in dict.fromkeys(config.windows))
+
+
+def style_of(config: ModelConfig) -> Style:
+    """What the layers of the family that the config names look like."""
+    if config.architecture == "Qwen3ForCausalLM":
+        return Style(config.attention_bias, config.attention_bias, head_norm=True)
+    if config.architecture == "Qwen2ForCausalLM":
+        return Style(qkv_bias=True)
+    return Style(config.attention_bias, config.attention_bias, config.mlp_bias)
+
+
+class DraftLayer:
+    """`name` is its prefix in the checkpoint; `inputs` the width of x (None: the hidden size)."""
+
+    def __init__(self, config: ModelConfig, w: Weights, name: str, index: int, style: Style, inputs: int | None = None):
+        c, attn = config, f"{name}.self_attn"
+        q_size, kv_size = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        self.index, self.n_heads, self.n_kv_heads, self.head_dim = index, c.n_heads, c.n_kv_heads, c.head_dim
+        self.qkv = Linear(w, [(f"{attn}.q_proj", q_size), (f"{attn}.k_proj", kv_size), (f"{attn}.v_proj", kv_size)],
+                          inputs or c.hidden_size, style.qkv_bias)
+        self.head_norm = (HeadNorm(w, attn, c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps)
+                          if style.head_norm else None)
+        self.out = Linear(w, [(f"{attn}.o_proj", c.hidden_size)], q_size, style.out_bias)
+        self.mlp_norm = RMSNorm(w, f"{name}.post_attention_layernorm", c.hidden_size, c.norm_eps)
+        self.mlp = GatedMLP(w, f"{name}.mlp", c.hidden_size, c.intermediate_size, c.hidden_act, style.mlp_bias)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor],
+                 attend: Attend) -> torch.Tensor:
+        """x [T, inputs]; residual [T, E], updated in place and returned."""
+        tokens, rotated = x.shape[0], self.n_heads + self.n_kv_heads
+        qkv = self.qkv(x).view(tokens, rotated + self.n_kv_heads, self.head_dim)
+        qk, v = qkv[:, :rotated], qkv[:, rotated:]
+        if self.head_norm is not None:
+            qk = self.head_norm(qk)
+        qk = rotate(qk, rope)
+        attended = attend(self.index, qk[:, : self.n_heads], qk[:, self.n_heads :], v)
+        self.out.add_to(residual, attended.reshape(tokens, -1))
+        return self.mlp.add_to(residual, self.mlp_norm(residual))

@@ -1,0 +1,133 @@
+"""MTP (NEXTN): the multi-token prediction layer that ships in a target's checkpoint (DeepSeek-V3, arXiv 2412.19437).
+
+    x = projection of the normed embedding of token p and the normed hidden of p-1;  h = norm(layer(x));  target's head
+
+Two namings. DeepSeek and GLM append it as one more layer: `model.layers.L.{enorm, hnorm, eh_proj, shared_head.norm}`,
+embedding first. MiMo: `model.mtp_layers.0.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}`, hidden
+first. Embedding and head are the target's. Of several such layers the first is used, again and again, as one predictor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from stretto.attn.api import Attend
+from stretto.model.config import ModelConfig, read_config
+from stretto.model.layers import Linear, RMSNorm, Rotary
+from stretto.model.source import SafetensorsSource
+from stretto.model.weights import Weights
+from stretto.spec.api import Drafter, DrafterCaps
+from stretto.spec.chain import ChainDrafter
+from stretto.spec.context import DrafterContext, DrafterError, DrafterSizes, Target
+from stretto.spec.eagle import chain_caps
+from stretto.spec.layers import DraftLayer, kv_groups, layer_specs, style_of
+from stretto.spec.repos import count_parameters, split_settings
+from stretto.spec.sources import Renamed, parse_config
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Where a checkpoint keeps the layer, and how it calls its parts."""
+
+    prefix: str
+    token_norm: str
+    hidden_norm: str
+    projection: str
+    output_norm: str
+    token_first: bool
+
+
+def namings(n_layers: int) -> tuple[Naming, ...]:
+    return (Naming(f"model.layers.{n_layers}.", "enorm", "hnorm", "eh_proj", "shared_head.norm", True),
+            Naming("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm",
+                   False))
+
+
+def is_predictor(name: str, n_layers: int) -> bool:
+    """Whether a tensor of a target's checkpoint belongs to its MTP layers, not to the target."""
+    appended = re.match(r"model\.layers\.(\d+)\.", name)
+    return name.startswith("model.mtp_layers.") or (appended is not None and int(appended[1]) >= n_layers)
+
+
+class MTPModel:
+    """`spec.chain.ChainModel`."""
+
+    shift = 1
+
+    def __init__(self, naming: Naming, source: SafetensorsSource, config: ModelConfig, context: DrafterContext):
+        assert context.model is not None
+        c, self.naming = config, naming
+        own = Renamed(source, lambda n: "mtp." + n.removeprefix(naming.prefix) if n.startswith(naming.prefix) else None)
+        w = Weights(own, context.dtype, context.device)
+        w.ignore("mtp.embed_tokens.weight", "mtp.shared_head.head.weight")
+        self.layers, self.max_position = layer_specs(c)[-1:], c.max_position
+        self.token_norm = RMSNorm(w, f"mtp.{naming.token_norm}", c.hidden_size, c.norm_eps)
+        self.hidden_norm = RMSNorm(w, f"mtp.{naming.hidden_norm}", c.hidden_size, c.norm_eps)
+        self.projection = Linear(w, [(f"mtp.{naming.projection}", c.hidden_size)], 2 * c.hidden_size)
+        self.input_norm = RMSNorm(w, "mtp.input_layernorm", c.hidden_size, c.norm_eps)
+        self.decoder = DraftLayer(c, w, "mtp", 0, style_of(c))
+        self.output_norm = RMSNorm(w, f"mtp.{naming.output_norm}", c.hidden_size, c.norm_eps)
+        self.rotary = Rotary(c.rope, c.head_dim, c.max_position, context.device)
+        w.fill()
+        self.embed, self.head = context.lent_embedding(), context.model.logits
+
+    def features(self, taps: dict[str, torch.Tensor]) -> torch.Tensor:
+        return taps["hidden.last"]
+
+    def forward(self, ids: torch.Tensor, features: torch.Tensor | None, positions: torch.Tensor,
+                attend: Attend) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert features is not None
+        token, hidden = self.token_norm(self.embed(ids)), self.hidden_norm(features)
+        pair = (token, hidden) if self.naming.token_first else (hidden, token)
+        residual = self.projection(torch.cat(pair, 1))
+        out = self.output_norm(self.decoder(self.input_norm(residual), residual, self.rotary.at(positions), attend))
+        return out, out
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+class MTP:
+    """`spec.context.DrafterKind`. No settings: the weights lie in the target's own checkpoint."""
+
+    def caps(self, settings: str) -> DrafterCaps:
+        return chain_caps(frozenset({"hidden.last"}))
+
+    def sizes(self, settings: str, target: Target) -> DrafterSizes:
+        naming, source, config = self._open(settings, target)
+        last = kv_groups(replace(config, windows=config.windows[-1:]))
+        return DrafterSizes(self.caps(settings), count_parameters(source, lambda n: n.startswith(naming.prefix)), last,
+                            target.hidden_size)
+
+    def make(self, settings: str, context: DrafterContext) -> Drafter:
+        assert context.target is not None
+        naming, source, config = self._open(settings, context.target)
+        return ChainDrafter(MTPModel(naming, source, config, context), self.caps(settings), context)
+
+    @staticmethod
+    def _open(settings: str, target: Target) -> tuple[Naming, SafetensorsSource, ModelConfig]:
+        path, _ = split_settings("mtp", settings, ())
+        if path:
+            raise DrafterError(f"drafter mtp reads the target's own checkpoint; {path!r} is one too many: leave it out")
+        if target.path.suffix == ".gguf":
+            raise DrafterError(f"drafter mtp: {target.path.name} is a GGUF file, whose MTP layers are not read; serve"
+                               " the folder in Hugging Face layout")
+        raw = read_config(target.path)[0]
+        source = SafetensorsSource(target.path)
+        names = set(source.names())
+        for naming in namings(target.n_layers):
+            if f"{naming.prefix}{naming.projection}.weight" in names:
+                return naming, source, parse_config({**raw, "model_type": _family(raw)})
+        raise DrafterError(f"target {target.name} ships no MTP layer: its checkpoint holds neither "
+                           + " nor ".join(f"{n.prefix}{n.projection}.weight" for n in namings(target.n_layers)))
+
+
+def _family(raw: Mapping[str, Any]) -> str:
+    """MiMo is Qwen2 with one more layer; others name their own family."""
+    kind = str(raw.get("model_type"))
+    return {"mimo": "qwen2"}.get(kind, kind)

@@ -1,0 +1,38 @@
+"""Checkpoints of drafters: their tensors under the names that our layers ask for, and their configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from stretto.model.config import ModelConfig
+from stretto.model.source import WeightSource
+
+_ARCHITECTURE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+                 "mistral": "MistralForCausalLM"}
+
+
+class Renamed:
+    """A source whose tensors have other names. `name_of` gives a tensor's new name, or None to leave it out."""
+
+    def __init__(self, source: WeightSource, name_of: Callable[[str], str | None]):
+        self._source = source
+        self._old = {new: old for old in source.names() if (new := name_of(old)) is not None}
+
+    def names(self) -> Iterable[str]:
+        return self._old.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._old[name])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._source.tensor(self._old[name])
+
+
+def parse_config(raw: Mapping[str, Any], **more: Any) -> ModelConfig:
+    """A drafter's config.json, read as that of the family whose layers it has (`model_type`; Llama where it names no
+    other). Windows are those of the family; drafters that differ say so in `more`."""
+    family = _ARCHITECTURE.get(str(raw.get("model_type")), "LlamaForCausalLM")
+    return ModelConfig.from_hf({**raw, "architectures": [family], **more})

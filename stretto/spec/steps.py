@@ -1,0 +1,167 @@
+"""Ragged steps of a draft stream, made on the device from the target's step. Nothing here reads a device value on the
+host, except where memory is the host's and sizes may be exact.
+
+A drafter's cell p lies at the target's page and offset of p. Two kinds of cell:
+
+    shift 0   made from token p alone                        (a small language model)
+    shift 1   made from token p and the taps of p-1          (EAGLE, MTP); there is no cell 0
+
+With shift 1 attention starts at cell 1, and cell p is item p-1 of the stream. Attention backends know no first cell, so
+they are shown the stream's items one by one: pages of one token, whose "page numbers" are the cells themselves.
+
+    cells of a slot     p     0    1    2    3    4  ...        stream (shift 1)   item   0    1    2    3
+                              -    t1   t2   t3   t4                               cell   1    2    3    4
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stretto.ragged import RaggedStep
+from stretto.spec.context import DraftKV
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Where the draft stream of a step's rows lies. Shapes: R rows, C items."""
+
+    slots: torch.Tensor  # [R] int64, the row's entry of `tables`
+    tables: tuple[torch.Tensor, ...]  # per group [., pages or items]
+    page_size: int
+    shift: int
+    owners: torch.Tensor  # [R] int64, the row's slot
+    page_tables: tuple[torch.Tensor, ...]  # the target's
+    target_page_size: int
+
+    def take(self, rows: torch.Tensor | None) -> Stream:
+        """The stream of some of the rows, [N] int64; None: of all."""
+        if rows is None:
+            return self
+        return Stream(self.slots[rows], self.tables, self.page_size, self.shift, self.owners[rows], self.page_tables,
+                      self.target_page_size)
+
+    def cells(self, owners: torch.Tensor, positions: torch.Tensor, written: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Per group: the cell of each position (same shapes), or the null page's where it is not to be written."""
+        page, offset = positions // self.target_page_size, positions % self.target_page_size
+        out = []
+        for table in self.page_tables:
+            inside = written & (page < table.shape[1])
+            number = table[owners, page.clamp(max=table.shape[1] - 1)].long()
+            out.append(torch.where(inside, number * self.target_page_size + offset, 0))
+        return tuple(out)
+
+
+def stream_of(step: RaggedStep, shift: int, items: int) -> Stream:
+    """The draft stream of the step's rows; `items`: the most that any of them will have."""
+    slots = step.slots.long()
+    if shift == 0:
+        return Stream(slots, step.page_tables, step.page_size, 0, slots, step.page_tables, step.page_size)
+    rows = torch.arange(len(slots), device=slots.device)
+    cell = torch.arange(shift, items + shift, device=slots.device)
+    page, offset = cell // step.page_size, cell % step.page_size
+    tables = []
+    for table in step.page_tables:
+        number = table[slots][:, page.clamp(max=table.shape[1] - 1)]
+        tables.append((number * step.page_size + offset).to(torch.int32))
+    return Stream(rows, tuple(tables), 1, shift, slots, step.page_tables, step.page_size)
+
+
+class StreamKV:
+    """A drafter's KV memory as its stream sees it: the same tensors, in pages of the stream's page size."""
+
+    def __init__(self, kv: DraftKV, page_size: int):
+        self._kv, self.groups, self.group_of = kv, tuple(kv.groups), kv.group_of
+        self.k = [t.view(-1, page_size, *t.shape[2:]) for t in kv.k]
+        self.v = [t.view(-1, page_size, *t.shape[2:]) for t in kv.v]
+        self.write = kv.write
+
+
+def scan(lengths: torch.Tensor) -> torch.Tensor:
+    """[R] -> [R + 1] int32, exclusive."""
+    out = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=out[1:])
+    return out
+
+
+def spread(starts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each of `size` packed items: its row, its offset in the row, and whether it is no padding."""
+    items = torch.arange(size, dtype=torch.int32, device=starts.device)
+    rows = torch.searchsorted(starts[1:], items, right=True).clamp_(max=len(starts) - 2)
+    return rows, items - starts[rows], items < starts[-1]
+
+
+@dataclass(frozen=True)
+class Extension:
+    """The items by which a step extends the draft stream: for a row that fed positions base .. base+q-1, the cells
+    base (whose taps come from the seam) .. base+q. Shapes: N items, R rows."""
+
+    step: RaggedStep  # of the stream; `positions` count items
+    rows: torch.Tensor  # [N] int64
+    cell: torch.Tensor  # [N] int64: the position p of each item's cell
+    last: torch.Tensor  # [R] int64: the item of each row that stands at its length: the next draft follows it
+
+
+def extension(step: RaggedStep, stream: Stream, length: torch.Tensor, stands: torch.Tensor, most: int,
+              exact: bool) -> Extension:
+    """`length` [R]: cells committed after the step; `stands` [R]: cells of the draft stream that stood before it, which
+    are not written again; `most`: positions that the drafter knows. Items past `length` come of rejected drafts: they
+    write nothing."""
+    fed = step.q_len > 0
+    first = step.base.clamp(min=stream.shift)
+    count = torch.where(fed, step.base + step.q_len + 1 - first, 0).to(torch.int32)
+    starts = scan(count)
+    size = int(starts[-1]) if exact else len(step.ids) + len(fed)
+    row, offset, real = spread(starts, size)
+    cell = torch.where(real, first[row] + offset, stream.shift).long()
+    item = cell - stream.shift
+    written = real & (cell >= stands[row]) & (cell <= length[row]) & (item < most)
+    cells = stream.cells(torch.where(real, stream.owners[row], 0), cell, written)
+    base = torch.where(fed, first - stream.shift, 0).to(torch.int32)
+    ragged = _ragged(stream, count, starts, base, item.clamp(max=most - 1), row, cells)
+    last = (starts[:-1] + length - first).clamp(0, max(size - 1, 0)).long()
+    return Extension(ragged, row, cell, last)
+
+
+def one_more(stream: Stream, length: torch.Tensor, ahead: int, most: int) -> RaggedStep:
+    """One item a row, at cell length + ahead: the drafter's own last proposal. `stream` and `length` are of N rows."""
+    n, device = len(length), length.device
+    cell = length.long() + ahead
+    item = cell - stream.shift
+    cells = stream.cells(stream.owners, cell, item < most)
+    ones = torch.ones(n, dtype=torch.int32, device=device)
+    starts = torch.arange(n + 1, dtype=torch.int32, device=device)
+    return _ragged(stream, ones, starts, item.to(torch.int32), item.clamp(max=most - 1),
+                   torch.arange(n, device=device), cells)
+
+
+def block(stream: Stream, length: torch.Tensor, size: int, most: int) -> RaggedStep:
+    """`size` items a row, at cells length .. length + size - 1, each of which sees those before it."""
+    n, device = len(length), length.device
+    cell = (length.long()[:, None] + torch.arange(size, device=device)).flatten()
+    row = torch.arange(n, device=device).repeat_interleave(size)
+    cells = stream.cells(stream.owners[row], cell, cell < most)
+    counts = torch.full((n,), size, dtype=torch.int32, device=device)
+    starts = torch.arange(n + 1, dtype=torch.int32, device=device) * size
+    return _ragged(stream, counts, starts, length.to(torch.int32), cell.clamp(max=most - 1), row, cells)
+
+
+def last_cell(stream: Stream, length: torch.Tensor, size: int, copies: int) -> RaggedStep:
+    """`copies` rows of one item for each row, all at its cell length + size - 1: they see the whole block."""
+    n, device = len(length) * copies, length.device
+    wide = Stream(stream.slots.repeat_interleave(copies), stream.tables, stream.page_size, stream.shift,
+                  stream.owners.repeat_interleave(copies), stream.page_tables, stream.target_page_size)
+    at = length.repeat_interleave(copies) + (size - 1)
+    ones = torch.ones(n, dtype=torch.int32, device=device)
+    starts = torch.arange(n + 1, dtype=torch.int32, device=device)
+    return _ragged(wide, ones, starts, at.to(torch.int32), at.long(), torch.arange(n, device=device), ())
+
+
+def _ragged(stream: Stream, count: torch.Tensor, starts: torch.Tensor, base: torch.Tensor, positions: torch.Tensor,
+            rows: torch.Tensor, cells: tuple[torch.Tensor, ...]) -> RaggedStep:
+    nothing = positions[:0]
+    return RaggedStep(
+        slots=stream.slots, q_len=count, cu_q=starts, base=base, kv_len=base + count, n_out=torch.zeros_like(count),
+        cu_out=torch.zeros_like(starts), ids=positions, positions=positions, rows=rows, cells=cells,
+        out_tokens=nothing, out_rows=nothing, page_tables=stream.tables, page_size=stream.page_size)

@@ -1,0 +1,68 @@
+"""The head of a drafter: over the target's ids, or over a part of them that is mapped before anything is sampled.
+
+The noise of a token is keyed by its target id, so a reduced vocabulary is spread out first: ids that the drafter cannot
+propose get -inf.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stretto.model.matrix import best_matrix
+from stretto.model.source import WeightSource
+from stretto.model.weights import Weights
+from stretto.spec.context import DrafterContext, DrafterError
+from stretto.spec.repos import DraftRepo
+
+
+class DraftHead:
+    """`lm_head` of the checkpoint, else the target's head. `d2t` [draft vocabulary]: target id minus draft id."""
+
+    def __init__(self, repo: DraftRepo, source: WeightSource, w: Weights, context: DrafterContext,
+                 draft_vocab: int | None, hidden_size: int):
+        names = set(source.names())
+        self.vocab_size = context.vocab_size
+        self.ids: torch.Tensor | None = None  # target id of each draft id
+        w.ignore("d2t", "t2d")
+        if "d2t" in names:
+            self.ids = _target_ids(repo, source.tensor("d2t"), context)
+        rows = draft_vocab or (len(self.ids) if self.ids is not None else context.vocab_size)
+        if self.ids is None and rows != context.vocab_size:
+            raise DrafterError(f"{repo.name} has a vocabulary of {rows} ids and no d2t that maps them to the target's"
+                               f" {context.vocab_size}: the checkpoint is incomplete")
+        if self.ids is not None and len(self.ids) != rows:
+            raise DrafterError(f"{repo.name}: d2t maps {len(self.ids)} ids; draft_vocab_size is {rows}")
+        self._lent = None
+        if "lm_head.weight" in names or self.ids is not None:
+            self._weight = w.take("lm_head.weight", rows, hidden_size)
+            w.then(self._settle)
+        else:
+            assert context.model is not None
+            self._lent = context.model.logits
+
+    def _settle(self) -> None:
+        self._matrix = best_matrix(self._weight)
+        del self._weight
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, E] -> [N, V] float32 over the target's ids."""
+        if self._lent is not None:
+            return self._lent(hidden)
+        logits = self._matrix(hidden).float()
+        return logits if self.ids is None else self.spread(logits)
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """[N, draft vocabulary] -> [N, V], -inf elsewhere."""
+        if self.ids is None:
+            return logits
+        out = torch.full((len(logits), self.vocab_size), float("-inf"), device=logits.device)
+        return out.index_copy_(1, self.ids, logits)
+
+
+def _target_ids(repo: DraftRepo, d2t: torch.Tensor, context: DrafterContext) -> torch.Tensor:
+    ids = torch.arange(len(d2t)) + d2t.long()
+    if len(ids.unique()) != len(ids) or int(ids.min()) < 0 or int(ids.max()) >= context.vocab_size:
+        raise DrafterError(f"{repo.name}: d2t maps {len(ids)} draft ids to {len(ids.unique())} ids in"
+                           f" {int(ids.min())}..{int(ids.max())}; they must be different ids of the target's"
+                           f" 0..{context.vocab_size - 1}")
+    return ids.to(context.device)
