@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 class _Tier:
     def __init__(self, tier: int, tiers: int, seconds: float, rotate: int):
         self.tier, self.tiers, self.rotate = tier, tiers, rotate
-        self.seconds, self.end = seconds, time.monotonic() + seconds
+        self.seconds, self.end = seconds, float("inf")
 
     @pytest.hookimpl(trylast=True)  # after the selection by marker
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,6 +42,10 @@ class _Tier:
         items[:] = mine[start:] + mine[:start]
         if others:
             config.hook.pytest_deselected(items=others)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self) -> None:
+        self.end = time.monotonic() + self.seconds
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

@@ -57,7 +57,7 @@ def test_set_up_says_what_is_missing(tmp_path: Path):
 
 
 # ---------------------------------------------------------------------------------------------------------------- tiers
-TEN_TESTS = "import pytest, time\n" + "".join(f"def test_{i}(): time.sleep(0.02)\n" for i in range(10))
+TEN_TESTS = "import pytest, time\n" + "".join(f"def test_{i}(): time.sleep(0.05)\n" for i in range(10))
 
 
 def run_tier(folder: Path, *options: str) -> set[str]:
@@ -73,7 +73,7 @@ def test_tiers_cover_every_test_once(tmp_path: Path):
 
 
 def test_a_tier_ends_with_its_time(tmp_path: Path):
-    assert 0 < len(run_tier(tmp_path, "--time-box", "0.06")) < 10
+    assert 0 < len(run_tier(tmp_path, "--time-box", "0.12")) < 10
 
 
 # ------------------------------------------------------------------------------------------------------------ documents
