@@ -174,6 +174,22 @@ async def test_case_6_09_an_aborted_id_is_free_at_once():
             assert answer.json()["choices"][0]["text"] == text
 
 
+async def test_case_6_09_an_aborted_id_is_free_although_its_client_does_not_read():
+    async with make_served(CoreOptions(block=8, max_model_len=200_000)) as api:
+        stuck = raw_post(api.url, {"prompt": "x", "stream": True, "logprobs": 20, "request_id": "x", **ENDLESS})
+        await until(lambda: generated(api, 6000), 20)
+        assert await api.service.abort("x")
+        answer = await api.complete("say:new", request_id="x", max_tokens=50)
+        assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "new"
+        assert api.service.live_calls == 0 and api.engine._router.live == 1  # the stuck reader still has its mailbox
+        stuck.close()
+        await until(lambda: no_reader(api))
+
+
+async def no_reader(api: Api) -> bool:
+    return api.engine._router.live == 0
+
+
 async def test_case_16_09_a_duplicate_id_is_one_clean_error():
     async with make_api(SLOW) as api:
         first = asyncio.create_task(api.complete("x", request_id="same", stream=True, max_tokens=40))

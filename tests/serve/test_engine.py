@@ -20,7 +20,7 @@ from stretto.engine.client import EngineClient
 from stretto.engine.inprocess import InProcessEngine
 from stretto.engine.loop import run_loop
 from stretto.engine.messages import Aborted, AbortRequest, Died, Outputs, Shutdown, Started, Submit
-from stretto.engine.router import Mailbox, join_outputs
+from stretto.engine.router import Mailbox, Router, join_outputs
 from stretto.params import SamplingParams
 from stretto.protocol import AsyncEngine, EngineDead, Output, Request, RequestError, TokenLogprob, Usage
 from tests.serve.fakes import CoreOptions
@@ -272,6 +272,16 @@ def test_the_loop_aborts_what_it_holds_at_shutdown():
     assert ends == {0: "abort", 1: "abort"}
 
 
+def test_every_choice_of_an_aborted_request_gets_its_end():
+    """Also where the core says nothing."""
+    core = CoreOptions()()
+    core.abort = lambda rid: []  # type: ignore[method-assign]
+    sent: list = []
+    assert run_loop(lambda: core, ListInbox([Submit(request("x", n=2))], [AbortRequest("r")]), sent.append)
+    ends = [(o.index, o.finish_reason) for m in sent if isinstance(m, Outputs) for o in m.outputs if o.finish_reason]
+    assert ends == [(0, "abort"), (1, "abort")] and Aborted("r", True) in sent
+
+
 def test_the_loop_reports_a_failed_start():
     sent: list = []
     assert not run_loop(CoreOptions(start_error="bad"), ListInbox(), sent.append)
@@ -297,3 +307,40 @@ async def test_a_mailbox_gives_everything_before_it_fails():
     assert [o.text for o in await box.take()] == ["a"]
     with pytest.raises(EngineDead):
         await box.take()
+
+
+async def test_case_6_09_late_results_never_reach_the_next_user_of_an_id():
+    sent: list = []
+    router, info = Router(sent.append, 30.0), CoreOptions()().info
+    first = router.generate(request("one", "x"), info)
+    reading = asyncio.create_task(anext(first))
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    await first.aclose()
+    second = router.generate(request("two", "x"), info)
+    reading = asyncio.create_task(anext(second))
+    await asyncio.sleep(0)
+    old, abort, new = sent
+    assert abort == AbortRequest(old.request.rid) and new.request.rid != old.request.rid
+    router.deliver(Outputs([Output(old.request.rid, 0, [1], "old")]))
+    router.deliver(Outputs([Output(new.request.rid, 0, [2], "new")]))
+    assert (await reading).text == "new"
+    await second.aclose()
+
+
+async def test_a_finished_request_frees_its_id_before_its_reader_has_read():
+    sent: list = []
+    router, info = Router(sent.append, 30.0), CoreOptions()().info
+    first = router.generate(request("one", "x"), info)
+    reading = asyncio.create_task(anext(first))
+    await asyncio.sleep(0)
+    router.deliver(Outputs([Output(sent[0].request.rid, 0, [1], "a", "stop")]))
+    second = router.generate(request("two", "x"), info)
+    other = asyncio.create_task(anext(second))
+    assert (await reading).text == "a"
+    router.deliver(Outputs([Output(sent[1].request.rid, 0, [2], "b", "stop")]))
+    assert (await other).text == "b"
+    await first.aclose()
+    await second.aclose()
+    assert len(sent) == 2  # finished requests are not aborted
