@@ -149,8 +149,13 @@ def test_no_import_cycle():
 
 # Third-party packages that an installation may lack, or that only one path needs and that take long to import.
 OPTIONAL = {"triton", "flashinfer", "llama_cpp", "llguidance", "transformers"}
-# Our own modules that import such a package at their top.
-NEEDS_OPTIONAL = {"stretto.model.fallback", "stretto.attn.triton_ragged", "stretto.attn.triton_kernels"}
+KERNEL_PACKAGES = {"triton", "flashinfer"}
+
+
+def needs_optional(module: str) -> bool:
+    """Modules of ours that import such a package at their top may be imported where they are used."""
+    own = module in MODULES and any(name.partition(".")[0] in KERNEL_PACKAGES for name in imports_of(module))
+    return own or module in ("stretto.model.fallback", "stretto.attn.triton_ragged")
 
 
 def test_imports_stand_at_the_top():
@@ -160,7 +165,7 @@ def test_imports_stand_at_the_top():
             for node in runtime_nodes(function):
                 names = imported(node, str(path))
                 wrong += [f"{where(path, node)} imports {name} inside {function.name}" for name in names
-                          if name.partition(".")[0] not in OPTIONAL and name not in NEEDS_OPTIONAL]
+                          if name.partition(".")[0] not in OPTIONAL and not needs_optional(name)]
     assert sorted(set(wrong)) == []
 
 
@@ -225,6 +230,9 @@ def flat(targets: Iterable[ast.expr]) -> Iterator[ast.expr]:
             yield target
 
 
+VIEWS = {"view", "flatten", "narrow", "select", "reshape", "unsqueeze", "squeeze", "transpose", "unbind", "get"}
+
+
 def chain(expression: ast.expr) -> list[str]:
     """Names along a chain of attributes and subscripts, outermost first: a.b[i].c -> ["c", "b", "a"]."""
     names: list[str] = []
@@ -234,8 +242,11 @@ def chain(expression: ast.expr) -> list[str]:
             expression = expression.value
         elif isinstance(expression, ast.Subscript):
             expression = expression.value
-        elif isinstance(expression, ast.Call):
-            expression = expression.func
+        elif isinstance(expression, ast.Call) and isinstance(expression.func, ast.Attribute) \
+                and expression.func.attr in VIEWS:
+            expression = expression.func.value
+        elif isinstance(expression, ast.Call):  # a new object
+            return names
         else:
             return [*names, expression.id] if isinstance(expression, ast.Name) else names
 
@@ -344,7 +355,7 @@ def changed_tables(node: ast.AST) -> list[str]:
     return [target.value.id for target in targets if isinstance(target.value, ast.Name)]
 
 
-# ---------------------------------------------------------------------------------------------- the tests test something
+# ------------------------------------------------------------------------------------------- the tests test something
 PLANTED = '''
 import itertools
 numbers = itertools.count()
@@ -355,7 +366,8 @@ def f(slots, lease):
     global CACHE
     TABLE["b"] = 2
     slots.ints[3] = 1
-    slots.log.copy_(x)
+    slots.log.view(3).copy_(x)
+    slots.log[rows].long().clamp_(min=0)
     lease.lo = 3
     lease.pages[0].append(1)
     y.lease.flying += 1
