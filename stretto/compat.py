@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # types only: both modules import torch
+if TYPE_CHECKING:  # types only: the module imports torch
     from stretto.attn.api import AttnCaps, LayerSpec
-    from stretto.spec.api import DrafterCaps
 
 DEVICES = ("cpu", "cuda")
-DRAFT_SHAPES = frozenset({"chain", "block"})  # a tree needs a parent column, a tree mask and a compaction op
+DRAFT_SHAPES = ("chain", "block")  # a tree needs a parent column, a tree mask and a compaction op
+DRAFT_INGEST = ("none", "same_step")
+DRAFT_KV = ("none", "own")
 
 
 @dataclass(frozen=True)
@@ -145,17 +146,41 @@ def _layer_needs(layer: LayerSpec) -> list[tuple[str, str]]:
 
 
 # ---------------------------------------------------------------------------------------------- drafters and engine
+class Drafting(Protocol):
+    """spec.api.DrafterCaps, without torch."""
+
+    @property
+    def shape(self) -> str: ...
+    @property
+    def max_width(self) -> int: ...
+    @property
+    def taps(self) -> frozenset[str]: ...
+    @property
+    def ingest(self) -> str: ...
+    @property
+    def kv(self) -> str: ...
+    @property
+    def lookahead(self) -> int: ...
+    @property
+    def where(self) -> str: ...
+
+
+def model_taps(n_layers: int) -> frozenset[str]:
+    """The hidden states that a model hands out (model.api.CausalModel)."""
+    return frozenset({"hidden.last", *(f"hidden.{layer}" for layer in range(n_layers))})
+
+
 def engine_component(taps: frozenset[str], host_drafts: bool = True) -> Component:
-    """What the engine offers to a drafter. `taps`: the hidden states that the loaded model can hand out."""
+    """What the engine offers to a drafter. `taps`: the hidden states that the model can hand out."""
     provides = {f"engine:draft_shape={shape}" for shape in DRAFT_SHAPES}
+    provides |= {f"engine:ingest={kind}" for kind in DRAFT_INGEST} | {f"engine:kv={kind}" for kind in DRAFT_KV}
     provides |= {f"engine:tap={tap}" for tap in taps}
-    provides |= {"engine:ingest=none", "engine:ingest=same_step", "engine:kv=none"}
     if host_drafts:
         provides.add("engine:host_drafts")
     return Component("engine", "stretto", frozenset(provides))
 
 
-def drafter_features(name: str, caps: DrafterCaps) -> list[Feature]:
+def drafter_features(name: str, caps: Drafting) -> list[Feature]:
     """What a drafter needs of the engine. What it does not declare has the closed value: refused, never guessed."""
     drafter = f"drafter {name}"
     needs = {f"engine:draft_shape={caps.shape}", f"engine:ingest={caps.ingest}", f"engine:kv={caps.kv}"}

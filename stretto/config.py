@@ -14,9 +14,18 @@ Flags have vLLM's names where vLLM has the flag. The string below a field is its
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
-from stretto.compat import DEVICES, DRAFT_SHAPES, ConfigError, Refusal
+from stretto.compat import (
+    DEVICES,
+    ConfigError,
+    Drafting,
+    Refusal,
+    check,
+    drafter_features,
+    engine_component,
+    model_taps,
+)
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -178,25 +187,16 @@ class ModelFacts:
     sampling_defaults: tuple[tuple[str, float], ...] = ()  # of generation_config.json, by the names of SamplingParams
 
 
-class DrafterWidths(Protocol):
-    """The part of spec.api.DrafterCaps that sizes depend on."""
-
-    @property
-    def shape(self) -> str: ...
-    @property
-    def max_width(self) -> int: ...
-    @property
-    def lookahead(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class DrafterFacts:
-    """A drafter before its weights are loaded. `kv_values`: numbers that one token stores in its own KV cache."""
+    """A drafter before its weights are loaded. `kv_groups`: its own layers. `tap_values`: numbers kept for the seam,
+    beside each page and in each slot."""
 
     name: str
-    caps: DrafterWidths
+    caps: Drafting
     parameters: int = 0
-    kv_values: int = 0
+    kv_groups: tuple[KVGroupFacts, ...] = ()
+    tap_values: int = 0
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class Resolved:
     seed: int | None
     page_size: int
     pages: tuple[int, ...]  # per KV group, the null page included
-    windows: tuple[int | None, ...]  # per KV group
+    windows: tuple[int | None, ...]  # per KV group: the model's and the drafter's, full attention first
     kv_tokens: int  # tokens of one sequence that the pool holds
     prefix_caching: bool
     max_num_seqs: int
@@ -276,6 +276,8 @@ class _Resolution:
 
     def __init__(self, config: Config, facts: Facts):
         self.config, self.facts, self.model = config, facts, facts.model
+        self.drafter = None if config.speculation.speculation == "off" else facts.drafter
+        self.groups = self._union_of_groups()
         self.decisions: list[Decision] = []
         self.refusals: list[Refusal] = []
 
@@ -302,7 +304,7 @@ class _Resolution:
         return Resolved(
             config=self.config, model_name=self.model.name, device=device.kind, dtype=dtype, max_model_len=context,
             seed=self.config.model.seed, page_size=page_size, pages=pages,
-            windows=tuple(group.window for group in self.model.kv_groups), kv_tokens=tokens, prefix_caching=prefix,
+            windows=tuple(group.window for group in self.groups), kv_tokens=tokens, prefix_caching=prefix,
             max_num_seqs=seqs, max_num_batched_tokens=budget, chunk_size=chunk, mixed_chunk=mixed,
             depth=1 if overlap else 0, cap_policy=self.config.schedule.cap_policy,
             drafter=self.config.speculation.speculation if width else None, speculation_tokens=width,
@@ -395,7 +397,7 @@ class _Resolution:
     def _speculation(self) -> tuple[int, int]:
         """Draft width and lookahead."""
         asked, tokens = self.config.speculation.speculation, self.config.speculation.speculation_tokens
-        drafter = self.facts.drafter
+        drafter = self.drafter
         if asked == "off":
             self._note("speculation", "off", "off")
             return 0, 0
@@ -404,10 +406,8 @@ class _Resolution:
                          "see `stretto doctor` for the drafters that are")
             return 0, 0
         caps = drafter.caps
-        if caps.shape not in DRAFT_SHAPES:
-            self._refuse(f"drafter {drafter.name}", "engine stretto",
-                         f"it proposes a {caps.shape}; verified are {' and '.join(sorted(DRAFT_SHAPES))}",
-                         "choose another --speculation")
+        engine = engine_component(model_taps(self.model.n_layers))
+        self.refusals += check(drafter_features(drafter.name, caps), [engine])
         if tokens is not None and tokens > caps.max_width:
             self._refuse(f"--speculation-tokens {tokens}", f"drafter {drafter.name}",
                          f"it proposes at most {caps.max_width} tokens", f"set {caps.max_width} or fewer")
@@ -474,13 +474,14 @@ class _Resolution:
         return activations + 3 * 4 * logit_rows * self.model.vocab_size
 
     def _slot_table(self, seqs: int, context: int, page_size: int) -> int:
-        """The token log and a page table for each KV group."""
-        return 4 * (seqs + 1) * (context + len(self.model.kv_groups) * (context // page_size + 1))
+        """The token log, a page table for each KV group, and the drafter's seam."""
+        taps = self.drafter.tap_values if self.drafter else 0
+        return 4 * (seqs + 1) * (context + len(self.groups) * (context // page_size + 1) + taps)
 
     def _memory(self, device: DeviceFacts, dtype: str, step: tuple[int, int], width: int, context: int,
                 page_size: int) -> MemoryPlan:
         seqs, budget = step
-        draft = self.facts.drafter.parameters * ITEM_BYTES[dtype] if self.facts.drafter and width else 0
+        draft = self.drafter.parameters * ITEM_BYTES[dtype] if self.drafter else 0
         plan = MemoryPlan(self._weights(dtype), draft, self._step_buffers(dtype, seqs, budget, width),
                           self._slot_table(seqs, context, page_size), kv=0)
         kv, why = self._kv_bytes(device, dtype, plan.budget)
@@ -504,7 +505,7 @@ class _Resolution:
         if asked.kv_tokens is not None:
             page = asked.page_size or DEFAULT_PAGE_SIZE
             pages = -(-asked.kv_tokens // page) + 1
-            return pages * page * self._token_bytes(dtype), f"{asked.kv_tokens} tokens"
+            return pages * sum(self._page_bytes(dtype, page)), f"{asked.kv_tokens} tokens"
         if device.kind == "cpu":
             if asked.gpu_memory_utilization is not None:
                 self._refuse(f"--gpu-memory-utilization {asked.gpu_memory_utilization:g}", "--device cpu",
@@ -519,15 +520,27 @@ class _Resolution:
         """Not more than every sequence could use at full context, half of what is free, or 4 GiB."""
         seqs = self.config.schedule.max_num_seqs or DEFAULT_SEQS["cpu"]
         context = self.config.model.max_model_len or self.model.context
-        most = 2 * seqs * (context + DEFAULT_PAGE_SIZE) * self._token_bytes(dtype)
+        page = self.config.kv.page_size or DEFAULT_PAGE_SIZE
+        most = 2 * seqs * (context // page + 2) * sum(self._page_bytes(dtype, page))
         bounds = [(CPU_KV_CEILING, "the ceiling on a CPU; set --kv-memory for more"),
                   (int(CPU_KV_SHARE * left), f"half of the {gib(max(left, 0))} that the weights leave free"),
                   (most, f"twice what {seqs} sequences of {context} tokens need")]
         return min(bounds)
 
-    def _token_bytes(self, dtype: str) -> int:
-        own = self.facts.drafter.kv_values if self.facts.drafter else 0
-        return (sum(group.values for group in self.model.kv_groups) + own) * ITEM_BYTES[dtype]
+    def _union_of_groups(self) -> tuple[KVGroupFacts, ...]:
+        """The model's and the drafter's layers of one window share a group, since they share its page table."""
+        own = self.drafter.kv_groups if self.drafter else ()
+        values: dict[int | None, int] = {}
+        for group in (*self.model.kv_groups, *own):
+            values[group.window] = values.get(group.window, 0) + group.values
+        order = sorted(values, key=lambda window: (window is not None, window or 0))
+        return tuple(KVGroupFacts(window, values[window]) for window in order)
+
+    def _page_bytes(self, dtype: str, page_size: int) -> list[int]:
+        """Of each group. The drafter's taps lie beside the pages of group 0."""
+        taps = self.drafter.tap_values if self.drafter else 0
+        return [(group.values * page_size + (taps if index == 0 else 0)) * ITEM_BYTES[dtype]
+                for index, group in enumerate(self.groups)]
 
     def _pages(self, kv: int, dtype: str, page_size: int, seqs: int, need: int) -> tuple[tuple[int, ...], int]:
         """Pages per group, null page included, and the tokens of one sequence that they hold.
@@ -538,30 +551,29 @@ class _Resolution:
             full group     |<------------------------------ tokens ------------------------------>|
             window group   |<-- 2 * seqs * (window + need) -->|   or as many as the full group, if fewer
         """
-        groups, item, asked = self.model.kv_groups, ITEM_BYTES[dtype], self.config.kv.kv_tokens
+        groups, asked = self.groups, self.config.kv.kv_tokens
         if asked is not None:
             count = -(-asked // page_size)
             return (count + 1,) * len(groups), count * page_size
-        own = self.facts.drafter.kv_values if self.facts.drafter else 0
-        each = [group.values + (own if index == 0 else 0) for index, group in enumerate(groups)]
-        equal = kv // (sum(each) * item)
-        tokens = [equal if group.window is None else min(equal, 2 * seqs * (group.window + need)) for group in groups]
-        left = kv - sum(count * values * item for count, values in zip(tokens, each))
+        each = self._page_bytes(dtype, page_size)
+        equal = kv // sum(each)
+        pages = [equal if group.window is None else min(equal, -(-2 * seqs * (group.window + need) // page_size) + 1)
+                 for group in groups]
+        left = kv - sum(count * size for count, size in zip(pages, each))
         full = [index for index, group in enumerate(groups) if group.window is None]
         for index in full:
-            tokens[index] += left // (sum(each[i] for i in full) * item)
-        pages = tuple(count // page_size for count in tokens)
+            pages[index] += left // sum(each[i] for i in full)
         if min(pages) < 2:
             self._refuse(f"page size {page_size}", f"a KV cache of {gib(kv)}", "it does not hold two pages",
                          "give more --kv-memory or a smaller --page-size")
         held = [(count - 1) * page_size for count, group in zip(pages, groups) if group.window is None]
-        return pages, min(held) if held else self._window_tokens(pages, page_size, need)
+        return tuple(pages), min(held) if held else self._window_tokens(pages, page_size, need)
 
-    def _window_tokens(self, pages: tuple[int, ...], page_size: int, need: int) -> int:
+    def _window_tokens(self, pages: list[int], page_size: int, need: int) -> int:
         """Where every layer has a window, pages behind it are given back, so a sequence of any length runs once the
         widest window and a step fit."""
         fits = all((count - 1) * page_size >= (group.window or 0) + need
-                   for count, group in zip(pages, self.model.kv_groups))
+                   for count, group in zip(pages, self.groups))
         return self.model.context + need if fits else (min(pages) - 1) * page_size
 
     def _fit_context(self, context: int, room: int, page_size: int) -> int:

@@ -92,7 +92,7 @@ def test_a_drafter_without_weights_runs():
 @pytest.mark.parametrize(("caps", "what"), [
     (DrafterCaps(shape="tree", max_width=4), "draft shape tree"),
     (DrafterCaps(max_width=4, taps=frozenset({"hidden.9"})), "tap hidden.9"),
-    (DrafterCaps(max_width=4, kv="own"), "kv own"),
+    (DrafterCaps(max_width=4, kv="target_readonly"), "kv target_readonly"),
     (DrafterCaps(max_width=4, ingest="lazy"), "ingest lazy"),
 ])
 def test_what_the_engine_lacks_is_refused(caps: DrafterCaps, what: str):

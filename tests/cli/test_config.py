@@ -36,6 +36,10 @@ class Caps:
     shape: str = "chain"
     max_width: int = 7
     lookahead: int = 0
+    taps: frozenset[str] = frozenset()
+    ingest: str = "none"
+    kv: str = "none"
+    where: str = "device"
 
 
 CPU = DeviceFacts("cpu", "a CPU", 32 * GIB, 24 * GIB, cores=8)
@@ -178,11 +182,28 @@ def test_speculation_width():
 
 
 def test_drafters_memory_counts():
-    big = DrafterFacts("model", Caps(lookahead=3), parameters=10**8, kv_values=1000)
+    own = (KVGroupFacts(None, 1000),)
+    big = DrafterFacts("model", Caps(lookahead=3), parameters=10**8, kv_groups=own, tap_values=64)
     with_drafter = resolve(Config(speculation=SpeculationSection("model")), facts(drafter=big))
     assert with_drafter.memory.draft_weights == 4 * 10**8 and with_drafter.lookahead == 3
     without = resolve(Config(), facts())
     assert with_drafter.kv_tokens < without.kv_tokens
+    off = resolve(Config(), facts(drafter=big))
+    assert off.memory == without.memory, "a drafter that is not asked for takes nothing"
+
+
+def test_the_drafters_layers_join_the_groups_of_their_window():
+    own = DrafterFacts("d", Caps(), kv_groups=(KVGroupFacts(None, 100), KVGroupFacts(128, 50)))
+    on = Config(speculation=SpeculationSection("d"))
+    assert resolve(on, facts(model=WINDOWED, drafter=own)).windows == (None, 128, 1024)
+    assert resolve(on, facts(model=ALL_WINDOW, drafter=own)).windows == (None, 128, 1024)
+    assert resolve(Config(), facts(model=WINDOWED, drafter=own)).windows == (None, 1024)
+
+
+def test_a_drafter_that_reads_a_layer_the_model_lacks_is_refused():
+    own = DrafterFacts("d", Caps(taps=frozenset({"hidden.29", "hidden.30"})))
+    assert "drafter d does not work with engine stretto: tap hidden.30 is not among" in \
+        refusals(Config(speculation=SpeculationSection("d")), facts(drafter=own))
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -214,7 +235,7 @@ def test_refused_with_both_names(name: str):
 
 def test_a_tree_drafter_is_refused():
     message = refusals(Config(speculation=SpeculationSection("t")), facts(drafter=DrafterFacts("t", Caps("tree"))))
-    assert "drafter t does not work with engine stretto: it proposes a tree" in message
+    assert "drafter t does not work with engine stretto: draft shape tree is not among" in message
 
 
 def test_too_wide_drafts_are_refused():
@@ -282,6 +303,8 @@ def test_any_configuration_is_kept_or_refused(config: Config, found: Facts):
                 assert now == asked, setting.name
     assert 2 <= resolved.max_model_len <= found.model.context
     assert min(resolved.pages) >= 2 and len(resolved.pages) == len(found.model.kv_groups)
+    assert sum(resolved.pages[i] * resolved.page_size * group.values * ITEM_BYTES[resolved.dtype]
+               for i, group in enumerate(found.model.kv_groups)) <= resolved.memory.kv
     assert resolved.max_model_len + resolved.speculation_tokens + resolved.lookahead <= resolved.kv_tokens
     assert 1 <= resolved.chunk_size <= resolved.max_num_batched_tokens
     assert 1 + resolved.speculation_tokens <= resolved.max_num_batched_tokens
