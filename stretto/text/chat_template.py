@@ -2,8 +2,8 @@
 
 Templates are code that comes with a model. They run in Jinja's immutable sandbox, with the filters and globals that
 Hugging Face gives them, so that the same messages become the same tokens. A sandbox does not stop a template from
-running for ever; therefore every turn of a loop, every call and every join of text is counted, and a rendering ends
-with an error when it takes too many of them, too much time, or makes too much text.
+running for ever; therefore every turn of a loop and every call is counted, and every text and number that is put
+together is measured. A rendering ends with an error when it takes too many steps, too much time, or makes too much.
 
 No torch in this module.
 """
@@ -23,8 +23,8 @@ from jinja2 import nodes
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_STEPS = 1_000_000  # loop turns, calls and text operations of one rendering
-MAX_SECONDS = 10.0
+MAX_STEPS = 1_000_000  # loop turns and calls of one rendering
+MAX_SECONDS = 10.0  # of processor time
 MAX_CHARACTERS = 32_000_000  # of one rendering, and of any text made on the way
 MAX_BITS = 10_000  # of a whole number
 _DEADLINE_EVERY = 256  # steps between two looks at the clock
@@ -45,14 +45,14 @@ class _Budget(threading.local):
     deadline = 0.0
 
     def reset(self) -> None:
-        self.steps, self.deadline = MAX_STEPS, time.monotonic() + MAX_SECONDS
+        self.steps, self.deadline = MAX_STEPS, time.thread_time() + MAX_SECONDS
 
     def step(self) -> None:
         self.steps -= 1
         if self.steps < 0:
             raise TemplateTooLong(f"the chat template takes more than {MAX_STEPS} steps")
-        if self.steps % _DEADLINE_EVERY == 0 and time.monotonic() > self.deadline:
-            raise TemplateTooLong(f"the chat template takes more than {MAX_SECONDS:g} seconds")
+        if self.steps % _DEADLINE_EVERY == 0 and time.thread_time() > self.deadline:
+            raise TemplateTooLong(f"the chat template takes more than {MAX_SECONDS:g} seconds of processor time")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -91,7 +91,6 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _Counted(values, self.budget)
 
     def _measured(self, value: Any) -> Any:
-        self.budget.step()
         if isinstance(value, (str, list, tuple)) and len(value) > MAX_CHARACTERS:
             raise TemplateTooLong(f"the chat template makes a text of more than {MAX_CHARACTERS} characters")
         if isinstance(value, int) and value.bit_length() > MAX_BITS:

@@ -146,3 +146,15 @@ def test_file_with_templates(tmp_path):
 def test_every_listed_name_can_be_built():
     for pre in PRE_TOKENIZERS:
         assert build_tokenizer(vocabulary_metadata(byte_level(), pre)).encode("a 1").ids
+
+
+def test_whole_piece_before_merges():
+    """Llama 3's way: a piece that is a token is that token, even where no merges lead to it."""
+    metadata = vocabulary_metadata(byte_level(), "gpt-2")
+    tokens = [*metadata["tokenizer.ggml.tokens"], "Ġzyzzyva"]
+    kinds = [*metadata["tokenizer.ggml.token_type"], 1]
+    changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    ids = {pre: build_tokenizer(metadata | changes | {"tokenizer.ggml.pre": pre}).encode(
+        "a zyzzyva", add_special_tokens=False).ids for pre in ("llama-bpe", "tekken", "qwen2", "gpt-2")}
+    assert ids["llama-bpe"][1:] == ids["tekken"][1:] == [len(tokens) - 1]
+    assert len(ids["qwen2"]) == len(ids["gpt-2"]) > 3

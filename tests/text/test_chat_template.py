@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from stretto.text import chat_template
@@ -134,12 +132,16 @@ RUNAWAYS = {
     "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
     "shallow_recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "doubling_join": "{% set ns = namespace(x='a') %}{% for i in range(80) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "doubling_inside": "{% set ns = namespace(x='a') %}{% for i in range(80) %}"
+                       "{% set ns.x = [(ns.x ~ ns.x) | trim][0] %}{% endfor %}",
     "doubling_sum": "{% set ns = namespace(x='a') %}{% for i in range(80) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "product": "{{ 'a' * 10**9 }}", "power": "{{ 9**(9**9) }}", "power_tower": "{{ 9**9**9**9**9 }}",
     "squaring": "{% set ns = namespace(x=3) %}{% for i in range(80) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
     "output": "{% for a in range(9000) %}{% for b in range(9000) %}xxxxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
     "padding": "{{ 'a'.ljust(10**9) }}",
     "recursive_loop": "{% for a in [1] recursive %}{% for b in range(99999) %}{% endfor %}{{ loop([1]) }}{% endfor %}",
+    "wide_recursive_loop": "{% for a in [0] recursive %}{% if loop.depth < 3 %}{{ loop(range(99999)) }}{% endif %}"
+                           "{% endfor %}",
     "shadowed_filter": "{% macro _counted(x) %}{{ x }}{% endmacro %}{% set _counted = 1 %}"
                        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
 }
@@ -147,10 +149,9 @@ RUNAWAYS = {
 
 @pytest.mark.parametrize("source", RUNAWAYS.values(), ids=RUNAWAYS)
 def test_case_18_05_runaway_templates_end(source):
-    started = time.process_time()
-    with pytest.raises(ChatTemplateError, match=r"more than|above|too deeply|too big|power"):
+    """By a count: the clock is the last resort."""
+    with pytest.raises(ChatTemplateError, match=r"more than \d+ [sbc]|above|too deeply|too big"):
         render(source, CHAT)
-    assert time.process_time() - started < 8
     assert render(LOOP, CHAT[:1])  # the next rendering has a budget of its own
 
 
