@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import multiprocessing
 import statistics
@@ -28,8 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stretto.attn.api import LayerSpec
 from stretto.attn.tiles import KernelConfig, Tile, kernel_config
-from stretto.attn.triton_ragged import TritonRaggedBackend
+from stretto.attn.triton_ragged import TritonRagged
 from stretto.ragged import RaggedStep
+from stretto.wire import NEVER
 
 LLAMA_8B = LayerSpec(n_heads=32, n_kv_heads=8, head_dim=128, scale=128**-0.5)
 PAGE = 16
@@ -160,7 +160,7 @@ def read_rate() -> float:
 
 def measure(batch: Batch, layer: LayerSpec, config: KernelConfig | None, ref: torch.Tensor | None) -> dict:
     """Times of plan and of attend; error against the reference, after all the timed launches."""
-    backend = TritonRaggedBackend(torch.device("cuda"), batch.q.dtype, config)
+    backend = TritonRagged(torch.device("cuda"), batch.q.dtype, config)
     meta = backend.metadata(batch.step, 0, layer)
 
     def attend() -> torch.Tensor:
@@ -194,24 +194,21 @@ def sdpa_times(n: int) -> dict:
 
 # ------------------------------------------------------------------------------------------------------------ sweep
 def sweep_configs() -> Iterator[KernelConfig]:
-    """Tiles, warps and programs first (each compiles), then splits (which do not)."""
-    chunks = [Tile(128, 64, 3, 8, 1, 168), Tile(128, 64, 3, 8, 1, 255), Tile(128, 64, 2, 8, 1, 168),
-              Tile(128, 128, 2, 8, 1, 255)]
-    few = [Tile(64, 32, 3, 4, 3, 168), Tile(64, 32, 2, 4, 3, 168), Tile(64, 32, 2, 4, 4, 128),
-           Tile(64, 16, 4, 4, 4, 128), Tile(64, 32, 3, 8, 2, 128), Tile(64, 64, 3, 8, 2, 128), Tile(16, 64, 3, 4, 3, 168)]
-    for split in (1024, 512, 256, 128, 2048):
-        yield KernelConfig(few[0], chunks[0], split, max_splits=64)
-    for tile in few[1:]:
-        yield KernelConfig(tile, chunks[0])
-    for chunk in chunks[1:]:
-        yield KernelConfig(few[0], chunk)
+    """The table's entry with other splits, then with other tiles: edit at will."""
+    base = kernel_config(128, 2, 90)
+    for split in (128, 256, 512, 1024, 2048):
+        yield dataclasses.replace(base, splits=((NEVER, split),))
+    for few in (Tile(16, 64, 3, 4, 3, 168), Tile(64, 64, 3, 4, 2, 255)):
+        yield dataclasses.replace(base, few=few)
+    for chunk in (Tile(128, 64, 2, 8, 1, 168), Tile(128, 64, 3, 8, 1, 255)):
+        yield dataclasses.replace(base, chunk=chunk)
 
 
 def _compile(config: KernelConfig) -> str | None:
     """Compiles the kernels of a configuration into the cache on disk; the message where that fails."""
     try:
         batch = make_batch("decode 2 x 64", LLAMA_8B)
-        backend = TritonRaggedBackend(torch.device("cuda"), torch.bfloat16, config, workspace_bytes=1 << 20)
+        backend = TritonRagged(torch.device("cuda"), torch.bfloat16, config, workspace_bytes=1 << 20)
         backend.attend(LLAMA_8B, batch.q, batch.k_cache, batch.v_cache, batch.step, 0,
                        backend.metadata(batch.step, 0, LLAMA_8B))
         torch.cuda.synchronize()
@@ -235,14 +232,15 @@ def run_sweep(configs: list[KernelConfig], workers: int) -> list[dict]:
             continue
         rows = [measure(b, LLAMA_8B, config, ref) for b, ref in zip(batches, refs, strict=True)]
         results += rows
-        print(short_name(config), *(f"{r['attend_us']:7.1f}" for r in rows), f" plan {rows[0]['plan_us']:.1f} error {max(r['error'] for r in rows):.1e}", flush=True)
+        print(short_name(config), *(f"{r['attend_us']:7.1f}" for r in rows), f" error {max(r['error'] for r in rows):.1e}",
+              flush=True)
     return results
 
 
 def short_name(config: KernelConfig) -> str:
     tiles = " ".join(f"{t.rows}x{t.keys}/{t.stages} w{t.warps} p{t.programs} r{t.registers}"
                      for t in (config.few, config.chunk))
-    return f"{tiles} s{config.split_keys}"
+    return f"{tiles} s{[split for _, split in config.splits]}"
 
 
 def run_table(config: KernelConfig | None) -> list[dict]:

@@ -95,8 +95,8 @@ def plan_kernel(q_len, kv_len, cu_q, slots, items, counts, arrivals, n_rows, cap
 
 
 @triton.jit
-def _write_items(items, arrivals, offset, before, last, tiles, n, first, split, tile_tokens, q, kv, token, slot, partial,
-                 WINDOW: tl.constexpr, HEADS_KV: tl.constexpr, WORDS: tl.constexpr):
+def _write_items(items, arrivals, offset, before, last, tiles, n, first, split, tile_tokens, q, kv, token, slot,
+                 partial, WINDOW: tl.constexpr, HEADS_KV: tl.constexpr, WORDS: tl.constexpr):
     """The records of one row (words as listed at ITEM_WORDS), longest tile first. Items of the last split go to index
     `last` of the kind's list, the others to `before`. The arrival counters of the row's tiles are set to 0."""
     base = kv - q
@@ -258,8 +258,8 @@ def _join(partial_out, partial_lse, out, sinks, token, tokens, first, splits, st
     Split s of token j of the tile stands at `first + s * stride + j`. Loads pass by the first-level cache, which does
     not see what other multiprocessors wrote."""
     HEADS: tl.constexpr = HEADS_KV * G
-    ROWS: tl.constexpr = 16
-    SPLITS: tl.constexpr = 4
+    ROWS: tl.constexpr = 8
+    SPLITS: tl.constexpr = 8  # loaded at once
     d = tl.arange(0, BLOCK_D)
     for start in tl.range(0, tokens * G, ROWS):
         i = start + tl.arange(0, ROWS)
@@ -308,11 +308,12 @@ def attend_kernel(q, k_cache, v_cache, tables, items, counts, arrivals, cu_q, ou
                   HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
                   KEYS: tl.constexpr, STAGES: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
                   PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """A persistent grid that claims the work items of one kind until none is left. KIND 1 also clears the padding.
+    """A persistent grid that claims the work items of one kind until none is left. KIND: 0 chunks, 1 few tokens.
 
-    Of n items, program p takes item p without asking; the others are claimed. Every program that took an item claims
-    until it fails once: that makes n claims in all (none where n <= programs), so the claim that returns n - 1 is the last and sets the counter
-    back for the next layer."""
+    Of n items, program p takes item p without asking; where there are more, the others are claimed. Every program
+    claims until it fails once, which makes n claims in all: the claim that returns n - 1 is the last, and sets the
+    counter back for the next layer. The few-token launch also clears the padding, and with PDL it runs beside the
+    launch of the chunks and ends after it."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     if PDL and KIND == 0:

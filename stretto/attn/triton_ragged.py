@@ -3,8 +3,9 @@
 Grids depend on the sizes of the step's tensors only, so that a captured CUDA graph serves every step of its bucket.
 The kernels, and how work is cut into items, are in `triton_kernels`; tile shapes in `tiles`; docs/kernels.md draws it.
 
-Rounding does not depend on the batch: where the KV cells of a row are cut is a function of that row alone. The one
-exception is a step whose partial sums outgrow the workspace; its splits grow, so its results differ by rounding.
+Rounding does not depend on the batch: where the KV cells of a row are cut is a function of that row and of the size of
+the bucket, and a decoded token runs in the same tile as a verify window. The one exception is a step whose partial
+sums outgrow the workspace; its splits grow, so its results differ by rounding.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class RaggedPlan:
     arrivals: torch.Tensor  # [items * Hkv] int32, by tile and KV head: splits that have arrived
     offset_few: int
     config: KernelConfig
+    layer: LayerSpec  # the one it was made for
 
 
 def _capacities(n_rows: int, n_tokens: int, layer: LayerSpec, config: KernelConfig) -> tuple[int, int]:
@@ -43,7 +45,7 @@ def _capacities(n_rows: int, n_tokens: int, layer: LayerSpec, config: KernelConf
     return chunk_rows * (-(-config.chunk_items // layer.n_kv_heads)) + 3 * tiles, n_rows * (config.max_splits + 1)
 
 
-class TritonRaggedBackend:
+class TritonRagged:
     """AttentionBackend. The workspace of partial sums is shared by every step: run one step at a time.
 
     `config` overrides the tile table; `workspace_bytes` bounds the partial sums of one step."""
@@ -66,10 +68,15 @@ class TritonRaggedBackend:
         self.workspace = torch.empty(workspace_bytes // 4, dtype=torch.float32, device=device)
 
     def config_for(self, layer: LayerSpec) -> KernelConfig:
-        """The override, the interpreter's small tiles, or the table's entry for this layer."""
-        if self.config is not None:
-            return self.config
-        return INTERPRETER if INTERPRETED else kernel_config(layer.head_dim, self.dtype.itemsize, self.arch)
+        """The override, the interpreter's small tiles, or the table's entry for this layer. ValueError where a tile
+        cannot hold one token's query heads."""
+        config = self.config or (INTERPRETER if INTERPRETED else
+                                 kernel_config(layer.head_dim, self.dtype.itemsize, self.arch))
+        group_size = layer.n_heads // layer.n_kv_heads
+        if group_size > config.chunk.rows:
+            raise ValueError(f"{group_size} query heads share a KV head; tiles of this backend hold"
+                             f" {config.chunk.rows} query rows: choose the torch backend")
+        return config
 
     def capacity(self, layer: LayerSpec) -> int:
         """Token-splits whose partial sums (all heads, float32, with their log-sum) fit the workspace."""
@@ -86,22 +93,35 @@ class TritonRaggedBackend:
         plan_kernel[(n_rows,)](
             step.q_len, step.kv_len, step.cu_q, step.slots, items, counts, arrivals, n_rows, self.capacity(layer),
             chunk_items, ROWS=padded(n_rows), WINDOW=layer.window or 0, G=group_size, HEADS_KV=layer.n_kv_heads,
-            FEW=config.few.rows, CHUNK=config.chunk.rows, SPLIT=config.split_keys, MAX_SPLITS=config.max_splits,
-            CHUNK_SPLIT=config.chunk_split_keys, CHUNK_ITEMS=config.chunk_items, WORDS=ITEM_WORDS, num_warps=4)
-        return RaggedPlan(items, counts, arrivals, chunk_items, config)
+            FEW=config.few.rows, CHUNK=config.chunk.rows, SPLIT=config.split_for(n_rows),
+            MAX_SPLITS=config.max_splits, CHUNK_SPLIT=config.chunk_split, CHUNK_ITEMS=config.chunk_items,
+            WORDS=ITEM_WORDS, num_warps=4)
+        return RaggedPlan(items, counts, arrivals, chunk_items, config, layer)
 
     def attend(self, layer: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep,
                group: int, meta: object, sinks: torch.Tensor | None = None) -> torch.Tensor:
         if not isinstance(meta, RaggedPlan):
             raise TypeError(f"attend needs the RaggedPlan of metadata(), not a {type(meta).__name__}")
-        if q.dtype != self.dtype or k_cache.dtype != self.dtype:
-            raise ValueError(f"this backend was made for {self.dtype}; q is {q.dtype} and the cache {k_cache.dtype}")
+        self._check(layer, meta.layer, q, k_cache, v_cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         # The chunks' programs start first and hold one place on each multiprocessor as long as they have work; the
         # programs of few-token rows fill what is left, then take over. With nothing to do the first launch costs 1 us.
         for kind, tile in enumerate((meta.config.chunk, meta.config.few)):
             self._launch(kind, tile, out, layer, q, k_cache, v_cache, step, step.page_tables[group], meta, sinks)
         return out
+
+    def _check(self, layer: LayerSpec, planned: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor,
+               v_cache: torch.Tensor) -> None:
+        if {q.dtype, k_cache.dtype, v_cache.dtype} != {self.dtype}:
+            raise ValueError(f"this backend was made for {self.dtype}; q is {q.dtype} and the caches are"
+                             f" {k_cache.dtype} and {v_cache.dtype}")
+        for name in ("n_heads", "n_kv_heads", "head_dim", "window"):
+            if getattr(layer, name) != getattr(planned, name):
+                raise ValueError(f"the plan was made for {name} {getattr(planned, name)}, this layer has"
+                                 f" {getattr(layer, name)}: layers of one group must be alike")
+        if q.stride(2) != 1 or k_cache.stride(3) != 1 or k_cache.stride() != v_cache.stride():
+            raise ValueError(f"strides {q.stride()}, {k_cache.stride()}, {v_cache.stride()}: elements of a head must be"
+                             " contiguous, and both caches of one layout")
 
     def _launch(self, kind: int, tile: Tile, out: torch.Tensor, layer: LayerSpec, q: torch.Tensor,
                 k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, table: torch.Tensor, plan: RaggedPlan,

@@ -1,0 +1,68 @@
+"""Compiles the attention kernels for a device that need not be there; run as a script, since the interpreter's switch
+must be off. Prints one JSON line for each kernel: shared memory in bytes.
+
+    python -m tests.attn.compile_kernels 90 128 bf16 --window 1024 --softcap --sinks
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from stretto.attn.tiles import KernelConfig, kernel_config, padded
+from stretto.attn.triton_kernels import ITEM_WORDS, attend_kernel, plan_kernel
+
+ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def build(kernel, pointers: dict[str, str], constants: dict, options: dict, arch: int) -> int:
+    names = kernel.arg_names
+    rest = {n: "constexpr" if n in constants else "fp32" if n.endswith("_scale") else "i32" for n in names}
+    aligned = [n for n in names if n in pointers or (n.endswith("_stride") and n != "table_stride")]
+    source = ASTSource(kernel, {n: pointers.get(n, rest[n]) for n in names},
+                       {(names.index(n),): v for n, v in constants.items()},
+                       {(names.index(n),): [["tt.divisibility", 16]] for n in aligned})
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).metadata.shared
+
+
+def build_plan(config: KernelConfig, window: int, arch: int) -> int:
+    pointers = dict.fromkeys(("q_len", "kv_len", "cu_q", "slots", "items", "counts", "arrivals"), "*i32")
+    constants = dict(ROWS=128, WINDOW=window, G=4, HEADS_KV=8, FEW=config.few.rows, CHUNK=config.chunk.rows,
+                     SPLIT=config.split_for(128), MAX_SPLITS=config.max_splits, CHUNK_SPLIT=config.chunk_split,
+                     CHUNK_ITEMS=config.chunk_items, WORDS=ITEM_WORDS)
+    return build(plan_kernel, pointers, constants, {"num_warps": 4}, arch)
+
+
+def build_attend(kind: int, config: KernelConfig, args: argparse.Namespace) -> int:
+    tile, data = (config.chunk, config.few)[kind], "*" + args.dtype
+    pointers = dict(q=data, k_cache=data, v_cache=data, tables="*i32", items="*i32", counts="*i32", arrivals="*i32",
+                    cu_q="*i32", out=data, partial_out="*fp32", partial_lse="*fp32", sinks=data)
+    constants = dict(KIND=kind, WINDOW=args.window, SOFTCAP=args.softcap, SINKS=args.sinks, PAGE=16, G=4, HEADS_KV=8,
+                     D=args.head_dim, BLOCK_D=max(padded(args.head_dim), 16), M=tile.rows, KEYS=tile.keys,
+                     STAGES=tile.stages, WORDS=ITEM_WORDS, PDL=args.arch >= 90,
+                     PRECISION="ieee" if args.dtype == "fp32" else "tf32", UPCAST=False)
+    options = {"num_warps": tile.warps, "maxnreg": tile.registers}
+    return build(attend_kernel, pointers, constants, options, args.arch)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arch", type=int)
+    parser.add_argument("head_dim", type=int)
+    parser.add_argument("dtype", choices=ELEMENT)
+    parser.add_argument("--window", type=int, default=0)
+    parser.add_argument("--softcap", action="store_true")
+    parser.add_argument("--sinks", action="store_true")
+    args = parser.parse_args()
+    config = kernel_config(args.head_dim, ELEMENT[args.dtype], args.arch)
+    print(json.dumps({"plan": build_plan(config, args.window, args.arch)}))
+    for kind, name in enumerate(("chunk", "few")):
+        print(json.dumps({name: build_attend(kind, config, args)}))
+
+
+if __name__ == "__main__":
+    main()
