@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import math
+import sys
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from stretto.bench.engines import EngineMissing, open_rival
 from stretto.bench.measure import Series, agreement, measure_latency, measure_throughput, ratio, spread
 from stretto.bench.results import summary, table
 from stretto.bench.workload import Workload, WorkloadError, from_file, synthetic
@@ -124,3 +128,46 @@ def test_files_without_prompts(tmp_path: Path, text: str, message: str):
         from_file(Letters(), path, 9, 9, 4)
     with pytest.raises(WorkloadError, match="cannot be read"):
         from_file(Letters(), tmp_path / "none", 9, 9, 4)
+
+
+# ------------------------------------------------------------------------------------------------------------ llama.cpp
+class FakeLlama:
+    """The part of llama_cpp.Llama that is called; goes on for ever, as the real one does."""
+
+    def __init__(self, model_path: str, **options: object):
+        self.model_path, self.options, self.resets = model_path, options, 0
+
+    def generate(self, tokens: list[int], temp: float, repeat_penalty: float):
+        assert temp == 0.0 and repeat_penalty == 1.0
+        token = tokens[-1]
+        while True:
+            token += 1
+            yield token
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def close(self) -> None: ...
+
+
+def test_llama_cpp_answers_with_exactly_the_tokens_asked_for(monkeypatch: pytest.MonkeyPatch):
+    module = types.ModuleType("llama_cpp")
+    module.Llama = FakeLlama  # type: ignore[attr-defined]
+    module.__spec__ = importlib.machinery.ModuleSpec("llama_cpp", None)
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    engine = open_rival("llama-cpp", Path("m.gguf"), "float32", "cpu", context=64, batch_size=1)
+    seen: list[int] = []
+    assert engine.stream((5, 6), 3, seen.append) == [7, 8, 9] and seen == [1, 1, 1]
+    assert engine.batch([(1,), (4,)], 2) == [[2, 3], [5, 6]]
+    engine.forget()
+    assert engine.llama.resets == 1 and engine.llama.options["n_ctx"] == 64  # type: ignore[attr-defined]
+
+
+def test_engines_that_cannot_run_are_named(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(EngineMissing, match="reads GGUF files"):
+        open_rival("llama-cpp", Path("folder"), "float32", "cpu", 64, 1)
+    with pytest.raises(EngineMissing, match="there is no engine 'x'"):
+        open_rival("x", Path("folder"), "float32", "cpu", 64, 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EngineMissing, match="pip install llama-cpp-python"):
+        open_rival("llama-cpp", Path("m.gguf"), "float32", "cpu", 64, 1)
