@@ -44,7 +44,8 @@ class Intake:
                                param="prompt", code="context_length_exceeded")
         width = limits.width if sampling.speculation is None else min(limits.width, sampling.speculation)
         scored = sampling.prompt_logprobs is not None
-        job = Job(request, 0, (request.priority, next(self._serials), 0), goal, prompt, limit, width,
+        lookahead = limits.lookahead if width and goal == Goal.GENERATE else 0
+        job = Job(request, 0, (request.priority, next(self._serials), 0), goal, prompt, limit, width, lookahead,
                   self._seed(sampling), self._stop_ids(sampling), scores_from if scored else NEVER, limit < asked)
         return Turn(job, list(tokens), self._stream(request), scores=[] if scored else None, unforked=sampling.n - 1)
 

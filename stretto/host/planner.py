@@ -103,7 +103,7 @@ class Planner:
         for other in (turn, *self._slots.running):
             lease = other.lease
             assert lease is not None
-            upto = min(lease.top, max(len(other.tokens), lease.hi) + GROWTH) + self._lookahead(other)
+            upto = min(lease.top, max(len(other.tokens), lease.hi) + GROWTH) + other.job.lookahead
             short = [a + b for a, b in zip(short, self._ledger.needed(lease, upto))]
         return max(short) <= 0
 
@@ -118,7 +118,9 @@ class Planner:
             owed = turn.fill_to - lease.lo - lease.flying  # given ids that no launched step covers
             if owed > 0:
                 fills.append((turn, owed))
-            elif turn.job.goal == Goal.GENERATE and self._may_emit(turn):
+            elif turn.job.goal == Goal.GENERATE and len(turn.tokens) + len(lease.flight) < turn.job.limit:
+                # Every step in flight that samples emits at least one id: no row beyond what the limit can take.
+                # (A chunk in flight samples nothing; counting it delays a row until its result, no more.)
                 decoding.append(turn)
         if not self._limits.mixed and fills and decoding:
             self._chunk_step_last = not self._chunk_step_last
@@ -131,14 +133,6 @@ class Planner:
         self._rotate(decoding, tail_caps)
         return ([(turn, cap) for (turn, _), cap in zip(fills, chunk_caps) if cap],
                 [(turn, cap) for turn, cap in zip(decoding, tail_caps) if cap])
-
-    @staticmethod
-    def _may_emit(turn: Turn) -> bool:
-        """Every step in flight that samples emits at least one id: no row beyond what the limit can take.
-        (Chunks in flight sample nothing; counting them delays a row until their result, no more.)"""
-        lease = turn.lease
-        assert lease is not None
-        return not lease.flight or len(turn.tokens) + len(lease.flight) < turn.job.limit
 
     def _caps(self, fills: list[int], drafts: list[int]) -> tuple[list[int], list[int]]:
         limits = self._limits
@@ -158,13 +152,14 @@ class Planner:
                     continue  # retracted for an earlier row
                 reservation = self._reserve_or_retract(turn, cap, rows)
                 if reservation is not None:
-                    self._ops.map(turn.slot, reservation.mapped)
+                    if reservation.mapped:
+                        self._ops.map(turn.slot, reservation.mapped)
                     rows[turn] = Row(turn, reservation, is_chunk)
         return list(rows.values())
 
     def _reserve_or_retract(self, turn: Turn, cap: int, rows: dict[Turn, Row]) -> Reservation | None:
         """None where the turn itself gave way, waits for a step in flight, or ended for want of pages."""
-        lease, lookahead = turn.lease, self._lookahead(turn)
+        lease, lookahead = turn.lease, turn.job.lookahead
         assert lease is not None
         while True:
             reservation = self._ledger.reserve(lease, cap, lookahead)
@@ -173,14 +168,14 @@ class Planner:
             if self._reclaim():
                 continue
             if len(self._slots.running) == 1:
-                return self._reserve_alone(turn, cap, lookahead)
+                return self._reserve_alone(turn, cap)
             victim = max(self._slots.running, key=lambda t: t.job.rank)
             rows.pop(victim, None)
             self._retract(victim)
             if victim is turn:
                 return None
 
-    def _reserve_alone(self, turn: Turn, cap: int, lookahead: int) -> Reservation | None:
+    def _reserve_alone(self, turn: Turn, cap: int) -> Reservation | None:
         """The pool holds nothing else. Steps in flight may slide a window; a smaller chunk may fit; else it is full."""
         lease = turn.lease
         assert lease is not None
@@ -188,7 +183,7 @@ class Planner:
             return None
         while cap > 1:
             cap //= 2
-            reservation = self._ledger.reserve(lease, cap, lookahead)
+            reservation = self._ledger.reserve(lease, cap, turn.job.lookahead)
             if reservation is not None:
                 return reservation
         self._expire(turn)
@@ -218,9 +213,6 @@ class Planner:
         turn.lease = None
         self._slots.leave(turn)
         self._queue.push(turn)
-
-    def _lookahead(self, turn: Turn) -> int:
-        return self._limits.lookahead if turn.job.width and turn.job.goal == Goal.GENERATE else 0
 
     # ----------------------------------------------------------------------------------------------------- launch
     def _launch(self, rows: list[Row]) -> StepPlan:

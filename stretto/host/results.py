@@ -98,8 +98,10 @@ class Results:
             outputs += self._outputs_at_end(turn, (LENGTH, None), scores=self._take_scores(turn))
             self._finish(turn, (LENGTH, None), outputs, exact=True)
             return
-        self._ops.map(turn.slot, self._ledger.publish(lease, turn.tokens))
-        self._ops.map(turn.slot, self._ledger.slide(lease))
+        if swapped := self._ledger.publish(lease, turn.tokens):
+            self._ops.map(turn.slot, swapped)
+        if gone := self._ledger.slide(lease):
+            self._ops.map(turn.slot, gone)
 
     def _deliver(self, turn: Turn, row: RowResult, outputs: list[Output]) -> Ending | None:
         """Appends what the client gets of this row; says whether, and how, the turn has ended."""

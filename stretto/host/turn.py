@@ -28,6 +28,7 @@ class Job:
     prompt: int  # ids that were given
     limit: int  # ids in the end, at most
     width: int  # most drafts a step
+    lookahead: int  # cells that the drafter writes past the committed length
     seed: int  # unsigned 64 bits
     stop_ids: tuple[int, ...]
     scores_from: int = NEVER  # prompt log-probabilities from the logits of this position on
