@@ -94,7 +94,7 @@ def _similar(rows: list[int], base: list[int]) -> list[list[int]]:
 
 def _mask(step: RaggedStep, index: torch.Tensor, offset: torch.Tensor, first_page: torch.Tensor, cells: int,
           window: int | None) -> torch.Tensor:
-    """[B, 1, Q, C] bool: which gathered cell each query of each row sees; a padded query sees what the last one does."""
+    """[B, 1, Q, C] bool: the gathered cells that each query sees; a padded query sees what its row's last one does."""
     query = torch.minimum(step.base[index][:, None] + offset, step.kv_len[index][:, None] - 1)[:, :, None]
     place = (first_page[:, None] * step.page_size + torch.arange(cells, device=offset.device))[:, None, :]
     mask = place <= query

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 
 from stretto.ops.commit import Commit
 from stretto.ragged import RaggedStep
-from stretto.wire import ResultLayout
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step did: the header is known on the host, the body is on the device until somebody copies it."""
+
+    header: list[int]
+    body: torch.Tensor  # int32, flat
+
+    def packed(self, body: np.ndarray) -> np.ndarray:
+        """The packed result, once the body has come to the host."""
+        return np.concatenate([np.asarray(self.header, dtype=np.int32), body])
 
 
 def pack_rows(step: RaggedStep, rows: torch.Tensor, outcome: Commit, offered: torch.Tensor, offer_width: torch.Tensor,
@@ -20,12 +34,6 @@ def pack_rows(step: RaggedStep, rows: torch.Tensor, outcome: Commit, offered: to
     return torch.cat([table, outcome.ids.to(torch.int32), offered.to(torch.int32)], 1)
 
 
-def pack_result(layout: ResultLayout, seq: int, table: torch.Tensor, new_scores: torch.Tensor | None,
-                prompt_scores: torch.Tensor | None) -> torch.Tensor:
-    """table [R, row words]; new_scores [R, W, score words]; prompt_scores [N, 2 + score words]."""
-    parts = [torch.tensor(layout.header(seq), dtype=torch.int32, device=table.device), table.flatten()]
-    if new_scores is not None:
-        parts.append(new_scores.flatten())
-    if prompt_scores is not None:
-        parts.append(prompt_scores.flatten())
-    return torch.cat(parts)
+def pack_body(table: torch.Tensor, new_scores: torch.Tensor | None, prompt_scores: torch.Tensor | None) -> torch.Tensor:
+    """table [R, row words]; new_scores [R, W, score words]; prompt_scores [N, 2 + score words]. Flat int32."""
+    return torch.cat([part.flatten() for part in (table, new_scores, prompt_scores) if part is not None])

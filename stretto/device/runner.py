@@ -1,42 +1,43 @@
 """The device half of one step: apply, bind, forward, verify, commit, draft, record (DESIGN section 5, lines 4-11).
 
     plan N (packed)  ->  apply ops -> bind -> model -> verify -> commit -> ingest, propose -> pack  ->  result N
+                                      `------------- `Runner.run`: one graph on CUDA -------------'
                          `------------------- one stream, in order; no host wait -------------------'
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from stretto.attn.api import AttentionBackend
-from stretto.device.kv import KVCache
-from stretto.device.record import pack_result, pack_rows
+from stretto.device.drafting import Drafting
+from stretto.device.kv import KVCache, Pages
+from stretto.device.record import StepOutput, pack_body, pack_rows
 from stretto.device.slots import SlotTable
 from stretto.model.api import CausalModel
 from stretto.ops.attend import StepAttention
 from stretto.ops.bind import bind
-from stretto.ops.commit import Commit, judge
+from stretto.ops.commit import judge
 from stretto.ragged import RaggedStep
-from stretto.sample.features import FeatureMirror, Features
+from stretto.sample.features import FeatureMirror, StepShape, step_shape
 from stretto.sample.logprobs import token_scores
 from stretto.sample.verify import process, prompt_targets, sample, sampled_positions
 from stretto.spec.api import Drafter, Offer
-from stretto.wire import HEADER, PackedPlan, ResultLayout, split_plan
+from stretto.wire import HEADER, Int, PackedPlan, ResultLayout, split_plan
 
 SCORE_SLICE = 128  # prompt positions whose logits exist at one time
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bounds of one step, from the plan and the rows' settings alone."""
+class Executor(Protocol):
+    """Runs `Runner.run` for a shape, in whatever way: at once, or as a captured graph."""
 
-    width: int  # most ids that a row can emit
-    tokens: int | None  # packed tokens; None: exact, read on the host
-    logits: int | None
-    alternatives: int  # -1: no row wants log-probabilities
+    def __call__(self, rows: torch.Tensor, shape: StepShape) -> tuple[torch.Tensor, StepShape]:
+        """rows [R, 3] int32 on the device. Returns the body and the shape that it was run with (a bucket may be larger
+        than what was asked for)."""
+        ...
 
 
 class Runner:
@@ -44,50 +45,60 @@ class Runner:
 
     def __init__(self, model: CausalModel, backend: AttentionBackend, kv: KVCache, table: SlotTable,
                  drafter: Drafter | None = None):
-        self.model, self.backend, self.kv, self.table, self.drafter = model, backend, kv, table, drafter
+        self.model, self.backend, self.kv, self.table = model, backend, kv, table
+        self.drafting = Drafting(model, backend, kv, table)
+        self.pages = Pages(kv, self.drafting)
+        self.adopt(drafter)
         self.features = FeatureMirror()
         self.exact = model.device.type == "cpu"
-        self.tap_names = sorted(drafter.caps.taps) if drafter else []
+        self.execute: Executor = self.run_now
+
+    def adopt(self, drafter: Drafter | None) -> None:
+        """From now on this drafter proposes. Before the first step: one with memory of its own must see every row."""
+        self.drafter, self.tap_names = drafter, sorted(drafter.caps.taps) if drafter else []
+        if drafter is not None:
+            self.drafting.adopt(drafter)
 
     @torch.inference_mode()
-    def step(self, packed: np.ndarray) -> torch.Tensor:
-        """One step. Returns the packed result, int32, on the device; nothing waits for it here."""
+    def step(self, packed: np.ndarray) -> StepOutput:
+        """One step. Its body is on the device; nothing waits for it here."""
         on_host = split_plan(packed[:HEADER], packed)
         self._before(on_host)
         on_device = torch.from_numpy(packed).to(self.model.device, non_blocking=True)
         plan: PackedPlan[torch.Tensor] = split_plan(packed[:HEADER], on_device)
-        self.table.apply(plan, self.kv)
+        self.table.apply(plan, self.pages)
+        self.drafting.seat(plan.seats)
         if not len(plan.rows):
-            return torch.tensor(ResultLayout(0, 1, 0).header(plan.seq), dtype=torch.int32, device=self.model.device)
+            return StepOutput(ResultLayout(0, 1, 0).header(plan.seq), on_device[:0])
         rows = self.features.of_rows(on_host.rows[:, 0].tolist())
-        sizes = self._sizes(on_host, rows)
-        step = bind(plan.rows, self.table.ints, self.table.log, self.table.page_tables, self.table.page_size,
-                    sizes.tokens, sizes.logits)
-        return self._forward(plan, step, rows, sizes)
+        asked = step_shape(on_host.rows[:, 2].tolist(), rows, plan.draft_width if self.drafter else 0, self.exact)
+        body, shape = self.execute(plan.rows, asked)
+        return StepOutput(_layout(shape, len(body)).header(plan.seq), body)
 
     def _before(self, on_host: PackedPlan[np.ndarray]) -> None:
         self.features.update(on_host)
         if len(on_host.biases):
             self.table.widen_biases(int(on_host.biases[:, 1].max()) + 1)
 
-    def _sizes(self, on_host: PackedPlan[np.ndarray], rows: list[Features]) -> Sizes:
-        caps = on_host.rows[:, 2].tolist()
-        windows = [min(cap, 1 + f.speculation) for cap, f in zip(caps, rows, strict=True)]
-        tokens, logits = (None, None) if self.exact else (sum(caps), sum(windows))
-        return Sizes(max(windows), tokens, logits, max(f.alternatives for f in rows))
+    def run_now(self, rows: torch.Tensor, shape: StepShape) -> tuple[torch.Tensor, StepShape]:
+        return self.run(rows, shape), shape
 
-    def _forward(self, plan: PackedPlan[torch.Tensor], step: RaggedStep, rows: list[Features],
-                 sizes: Sizes) -> torch.Tensor:
+    def run(self, rows: torch.Tensor, shape: StepShape) -> torch.Tensor:
+        """Everything after the operations, tensors in, one tensor out. Decides by `shape` alone, so that equal shapes
+        launch the same kernels. rows [R, 3] int32; returns the body of the packed result."""
+        table = self.table
+        step = bind(rows, table.ints, table.log, table.page_tables, table.page_size, shape.tokens, shape.logits)
         hidden, taps = self._model(step)
         logits = self.model.logits(hidden[step.out_tokens])
-        where = sampled_positions(step, self.table)
-        sampled = sample(process(logits, where, self.table, rows), where, rows, step.out_rows)
-        outcome = judge(step, sampled, self.table.ints, self.table.log, self.table.stops, sizes.width)
-        new_scores = self._new_scores(logits, sampled, step, sizes)
-        prompt_scores = self._prompt_scores(hidden, step, rows, max(sizes.alternatives, 0))
-        self.table.commit(step.slots, outcome)
-        offered, offer_width = self._draft(step, taps, plan.draft_width)
-        return self._record(plan, step, rows, outcome, (offered, offer_width), (new_scores, prompt_scores), sizes)
+        where = sampled_positions(step, table)
+        sampled = sample(process(logits, where, table, shape), where, shape)
+        outcome = judge(step, sampled, table.ints, table.log, table.stops, shape.width)
+        new_scores = self._new_scores(logits, sampled, step, shape)
+        prompt_scores = self._prompt_scores(hidden, step, shape)
+        table.commit(step.slots, outcome)
+        offered, offer_width = self._draft(step, taps, shape)
+        wants = table.column(Int.LOGPROBS, step.slots) + 1
+        return pack_body(pack_rows(step, rows, outcome, offered, offer_width, wants), new_scores, prompt_scores)
 
     def _model(self, step: RaggedStep) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Hidden states [T, hidden_size] and the drafter's taps. A step whose rows had all ended feeds nothing."""
@@ -98,52 +109,54 @@ class Runner:
         attend = StepAttention(step, self.model.layers, self.kv, self.backend)
         return self.model.forward(step.ids, step.positions, attend, taps or None), taps
 
-    def _draft(self, step: RaggedStep, taps: dict[str, torch.Tensor], width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The drafter sees every row of every step, and proposes when asked."""
-        n = len(step.slots)
-        nothing = torch.zeros(n, 0, dtype=torch.int64, device=step.slots.device)
+    def _draft(self, step: RaggedStep, taps: dict[str, torch.Tensor],
+               shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """The drafter sees every row of every step, and proposes when asked. Offers [R, width] and their widths [R]."""
+        n, width = len(step.slots), shape.draft_width
+        nothing = torch.zeros(n, width, dtype=torch.int64, device=step.slots.device)
         if self.drafter is None:
             return nothing, torch.zeros(n, dtype=torch.int32, device=step.slots.device)
+        self.drafting.choose.begin(step, shape)
         self.drafter.ingest(step, taps)
-        offer = self.drafter.propose(step, self.table, width) if width else \
-            Offer(nothing, torch.zeros(n, dtype=torch.int32, device=nothing.device))
-        return offer.ids, self.table.offer(step.slots, offer, step.n_out)
+        self.drafting.ingested(step, taps)
+        if not width:
+            offer = Offer(nothing, torch.zeros(n, dtype=torch.int32, device=nothing.device))
+        else:
+            offer = self.drafter.propose(step, self.table, width)
+        nothing[:, : offer.ids.shape[1]] = offer.ids
+        return nothing, self.table.offer(step.slots, offer, step.n_out)
 
     def _new_scores(self, logits: torch.Tensor, sampled: torch.Tensor, step: RaggedStep,
-                    sizes: Sizes) -> torch.Tensor | None:
+                    shape: StepShape) -> torch.Tensor | None:
         """Scores of the sampled ids, laid out by (row, offset in the window): [R, W, words]."""
-        if sizes.alternatives < 0:
+        if shape.alternatives < 0:
             return None
-        scores = token_scores(logits, sampled, sizes.alternatives)
-        out = torch.zeros(len(step.slots), sizes.width, scores.shape[1], dtype=torch.int32, device=scores.device)
+        scores = token_scores(logits, sampled, shape.alternatives)
+        out = torch.zeros(len(step.slots), shape.width, scores.shape[1], dtype=torch.int32, device=scores.device)
         if len(scores):
-            offsets = torch.arange(sizes.width, device=out.device)
+            offsets = torch.arange(shape.width, device=out.device)
             at = (step.cu_out[:-1, None] + offsets).clamp_(max=len(scores) - 1)
             out = torch.where((offsets < step.n_out[:, None])[:, :, None], scores[at], out)
         return out
 
-    def _prompt_scores(self, hidden: torch.Tensor, step: RaggedStep, rows: list[Features],
-                       alternatives: int) -> torch.Tensor | None:
+    def _prompt_scores(self, hidden: torch.Tensor, step: RaggedStep, shape: StepShape) -> torch.Tensor | None:
         """Scores of prompt tokens, [N, 2 + words]: row (-1: padding), position of the scored token, score. The logits
         exist for a slice of positions at a time, so that a long chunk does not pay for a long head."""
-        if not any(f.scores_prompt for f in rows):
+        if not shape.scores_prompt:
             return None
         ids, wanted = prompt_targets(step, self.table)
         tokens = wanted.nonzero().flatten() if self.exact else torch.arange(len(ids), device=ids.device)
         parts = []
         for part in tokens.split(SCORE_SLICE):
-            scores = token_scores(self.model.logits(hidden[part]), ids[part], alternatives)
+            scores = token_scores(self.model.logits(hidden[part]), ids[part], max(shape.alternatives, 0))
             row = torch.where(wanted[part], step.rows[part], -1)
             head = torch.stack([row, step.positions[part] + 1], 1).to(torch.int32)
             parts.append(torch.cat([head, scores], 1))
         return torch.cat(parts) if parts else None
 
-    def _record(self, plan: PackedPlan[torch.Tensor], step: RaggedStep, rows: list[Features], outcome: Commit,
-                drafts: tuple[torch.Tensor, torch.Tensor], scores: tuple[torch.Tensor | None, torch.Tensor | None],
-                sizes: Sizes) -> torch.Tensor:
-        wants = torch.tensor([f.alternatives + 1 for f in rows], dtype=torch.int32, device=step.slots.device)
-        table = pack_rows(step, plan.rows, outcome, *drafts, wants)
-        new_scores, prompt_scores = scores
-        layout = ResultLayout(len(step.slots), outcome.ids.shape[1], drafts[0].shape[1], sizes.alternatives,
-                              0 if prompt_scores is None else len(prompt_scores))
-        return pack_result(layout, plan.seq, table, new_scores, prompt_scores)
+
+def _layout(shape: StepShape, words: int) -> ResultLayout:
+    """The layout of a body of so many words. How many prompt scores it holds follows from its length."""
+    bare = ResultLayout(shape.rows, shape.width, shape.draft_width, shape.alternatives)
+    left = words - (bare.words - len(bare.header(0)))
+    return ResultLayout(shape.rows, shape.width, shape.draft_width, shape.alternatives, left // (2 + bare.score_words))

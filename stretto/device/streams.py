@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from stretto.device.record import StepOutput
 from stretto.device.runner import Runner
 
 
@@ -44,7 +45,8 @@ class InlineDevice:
         self.results: deque[np.ndarray] = deque()
 
     def launch(self, packed: np.ndarray) -> None:
-        self.results.append(self.runner.step(packed).cpu().numpy())
+        output = self.runner.step(packed)
+        self.results.append(output.packed(output.body.cpu().numpy()))
 
     def collect(self) -> np.ndarray:
         return self.results.popleft()
@@ -68,7 +70,8 @@ class ThreadDevice:
         torch.set_num_threads(threads)  # a new thread starts with its own count
         while (packed := self.plans.get()) is not None:
             try:
-                self.results.put(self.runner.step(packed).numpy())
+                output = self.runner.step(packed)
+                self.results.put(output.packed(output.body.numpy()))
             except BaseException as e:  # handed to the caller, who waits for this result
                 self.results.put(e)
 
@@ -93,25 +96,25 @@ class CudaDevice:
         self.runner = runner
         self.steps, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.steps.wait_stream(torch.cuda.current_stream(device))  # weights and tables were written there
-        self.in_flight: deque[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = deque()
+        self.in_flight: deque[tuple[StepOutput, torch.Tensor, torch.Tensor, torch.cuda.Event]] = deque()
 
     def launch(self, packed: np.ndarray) -> None:
         pinned = torch.from_numpy(packed).pin_memory()
         with torch.cuda.stream(self.steps):
-            result = self.runner.step(pinned.numpy())
+            output = self.runner.step(pinned.numpy())
         self.copies.wait_stream(self.steps)
         with torch.cuda.stream(self.copies):
-            on_host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-            on_host.copy_(result, non_blocking=True)
+            on_host = torch.empty(output.body.shape, dtype=output.body.dtype, pin_memory=True)
+            on_host.copy_(output.body, non_blocking=True)
             done = torch.cuda.Event()
             done.record()
-        result.record_stream(self.copies)
-        self.in_flight.append((on_host, pinned, done))
+        output.body.record_stream(self.copies)
+        self.in_flight.append((output, on_host, pinned, done))  # `pinned` lives until its copy is surely done
 
     def collect(self) -> np.ndarray:
-        on_host, _, done = self.in_flight.popleft()
+        output, on_host, _, done = self.in_flight.popleft()
         done.synchronize()
-        return on_host.numpy()
+        return output.packed(on_host.numpy())
 
     def close(self) -> None:
         self.in_flight.clear()

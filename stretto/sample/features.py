@@ -24,6 +24,36 @@ class Features:
     speculation: int = 0
 
 
+@dataclass(frozen=True)
+class StepShape:
+    """All that decides which code a step runs and how large its tensors are, known on the host before it runs. Equal
+    shapes run the same kernels on tensors of the same sizes, so a CUDA graph is captured for one shape."""
+
+    rows: int
+    tokens: int | None  # packed tokens at most; None: as many as there are, where memory is the host's
+    logits: int | None  # sampled positions at most
+    width: int  # most ids that a row can emit
+    draft_width: int  # drafts to propose at the end of the step
+    sampled: bool = False
+    filtered: bool = False
+    penalised: bool = False
+    biased: bool = False
+    min_tokens: bool = False
+    alternatives: int = -1
+    scores_prompt: bool = False
+
+
+def step_shape(caps: list[int], rows: list[Features], draft_width: int, exact: bool) -> StepShape:
+    """`caps` are the planned q_cap of the rows. `exact`: sizes of tokens and logits are read, not bounded."""
+    windows = [min(cap, 1 + f.speculation) for cap, f in zip(caps, rows, strict=True)]
+    return StepShape(
+        rows=len(rows), tokens=None if exact else sum(caps), logits=None if exact else sum(windows), width=max(windows),
+        draft_width=draft_width, sampled=any(f.sampled for f in rows), filtered=any(f.filtered for f in rows),
+        penalised=any(f.penalised for f in rows), biased=any(f.biased for f in rows),
+        min_tokens=any(f.min_tokens for f in rows), alternatives=max(f.alternatives for f in rows),
+        scores_prompt=any(f.scores_prompt for f in rows))
+
+
 class FeatureMirror:
     def __init__(self) -> None:
         self.of_slot: dict[int, Features] = {}

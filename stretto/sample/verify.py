@@ -5,16 +5,14 @@ A plain decoded token is a window without drafts. Which parts run is decided fro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from stretto.device.slots import SlotTable
 from stretto.ragged import RaggedStep
-from stretto.sample.features import Features
+from stretto.sample.features import StepShape
 from stretto.sample.processors import Positions, add_bias, forbid_stops, penalise
 from stretto.sample.sampler import greedy, sample_all, sample_filtered
-from stretto.wire import Int
+from stretto.wire import Int, Real
 
 
 def sampled_positions(step: RaggedStep, table: SlotTable) -> Positions:
@@ -24,33 +22,38 @@ def sampled_positions(step: RaggedStep, table: SlotTable) -> Positions:
     return Positions(slots, table.known[slots] + offset, table.ints, table.reals)
 
 
-def process(logits: torch.Tensor, where: Positions, table: SlotTable, rows: Sequence[Features]) -> torch.Tensor:
+def process(logits: torch.Tensor, where: Positions, table: SlotTable, shape: StepShape) -> torch.Tensor:
     """logits [L, V] float32; returns them processed (a copy where anything changes)."""
-    biased, forbidding = any(f.biased for f in rows), any(f.min_tokens for f in rows)
-    penalised = any(f.penalised for f in rows)
-    if not (biased or forbidding or penalised):
+    if not (shape.biased or shape.min_tokens or shape.penalised):
         return logits
     logits = logits.clone()
-    if biased:
+    if shape.biased:
         add_bias(logits, where, table.bias_ids, table.bias_values)
-    if forbidding:
+    if shape.min_tokens:
         forbid_stops(logits, where, table.stops)
-    if penalised:
+    if shape.penalised:
         penalise(logits, where, table.log)
     return logits
 
 
-def sample(logits: torch.Tensor, where: Positions, rows: Sequence[Features], out_rows: torch.Tensor) -> torch.Tensor:
-    """One id a logit row. logits [L, V], processed; out_rows [L], the row of each. Returns [L] int64."""
-    if not any(f.sampled for f in rows):
+def sample(logits: torch.Tensor, where: Positions, shape: StepShape) -> torch.Tensor:
+    """One id a logit row. logits [L, V], processed. Returns [L] int64."""
+    if not shape.sampled:
         return greedy(logits)
-    kinds = torch.tensor([f.sampled + f.filtered for f in rows], device=logits.device)[out_rows]
+    kinds = _kinds(where)
     if logits.device.type == "cpu":
         return _sample_by_kind(logits, where, kinds)
     ids = torch.where(kinds == 0, greedy(logits), sample_all(logits, where))
-    if any(f.filtered for f in rows):
+    if shape.filtered:
         ids = torch.where(kinds == 2, sample_filtered(logits, where), ids)
     return ids
+
+
+def _kinds(where: Positions) -> torch.Tensor:
+    """0 greedy, 1 sampled, 2 sampled from what top-k, top-p or min-p leave; [L]."""
+    sampled = where.real(Real.TEMPERATURE) > 0
+    filtered = (where.int(Int.TOP_K) > 0) | (where.real(Real.TOP_P) < 1) | (where.real(Real.MIN_P) > 0)
+    return sampled.to(torch.int8) + (sampled & filtered).to(torch.int8)
 
 
 def _sample_by_kind(logits: torch.Tensor, where: Positions, kinds: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,8 @@ class Driver:
                     caps(self.seq, i) if caps else 1 + width
                 plan.rows.append((i + 1, epochs[i], cap))
             self.mixed += bool(filling) and filling != live
-            for row in unpack_result(self.runner.step(pack_plan(plan)).cpu().numpy()).rows:
+            output = self.runner.step(pack_plan(plan))
+            for row in unpack_result(output.packed(output.body.cpu().numpy())).rows:
                 i = row.slot - 1
                 fed[i] += row.fed
                 results[i].append(row)

@@ -36,7 +36,7 @@ def test_registry_names_what_it_does_not_know() -> None:
     context = DrafterContext(width=3, vocab_size=10, device=torch.device("cpu"))
     assert isinstance(make_drafter("ngram:longest=5,shortest=3", context), NgramDrafter)
     assert drafter_caps("ngram").max_width >= 8
-    with pytest.raises(DrafterError, match="nosuch.*ngram"):
+    with pytest.raises(DrafterError, match=r"nosuch.*ngram"):
         make_drafter("nosuch", context)
     with pytest.raises(DrafterError, match="depth=3"):
         make_drafter("ngram:depth=3", context)

@@ -1,0 +1,117 @@
+"""One CUDA graph for any ragged step of a bucket: prompt chunks, decoded tokens, verify windows, drafter included.
+
+Every length is on the device, so a graph serves each split of its sizes into rows. Sizes are rounded up to a bucket;
+what is left over is padding (rows of slot 0, which is never live; tokens that write to the null page).
+
+    shape asked (5 rows, 9 tokens, 9 logits)  ->  bucket (8, 16, 16)  ->  captured once, replayed ever after
+
+Shapes whose kernels are chosen by data-dependent sizes (prompt log-probabilities, logit processors, rare features) run
+without a graph; the counters say how often.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from stretto.device.runner import Runner
+from stretto.sample.features import StepShape
+
+_FINE = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
+_STEPS = _FINE + list(range(160, 513, 32)) + list(range(576, 1025, 64)) + list(range(1152, 2049, 128))
+
+
+def bucket_of(size: int) -> int:
+    """The smallest bucket that holds `size`: at most 1/8 of it is padding from 64 on."""
+    if size > _STEPS[-1]:
+        return -(-size // 256) * 256
+    return _STEPS[bisect_left(_STEPS, size)]
+
+
+def bucketed(shape: StepShape) -> StepShape:
+    """The bucket of a shape. Tokens and logits are at least the rows, as one of each is the common case."""
+    assert shape.tokens is not None and shape.logits is not None
+    rows = bucket_of(shape.rows)
+    return replace(shape, rows=rows, tokens=max(rows, bucket_of(shape.tokens)),
+                   logits=max(rows, bucket_of(shape.logits)))
+
+
+def may_capture(shape: StepShape) -> bool:
+    """False for features that are rare and would multiply the graphs."""
+    return not (shape.penalised or shape.biased or shape.min_tokens or shape.scores_prompt or shape.alternatives >= 0)
+
+
+@dataclass(frozen=True)
+class Captured:
+    graph: torch.cuda.CUDAGraph
+    rows: torch.Tensor  # [R, 3] int32, read by the graph
+    body: torch.Tensor  # written by it
+
+
+class GraphExecutor:
+    """`runner.Executor` on CUDA. Captures a bucket the second time it is asked for; graphs share one memory pool."""
+
+    def __init__(self, runner: Runner, largest_tokens: int):
+        self.runner, self.largest_tokens = runner, largest_tokens
+        self.graphs: dict[StepShape, Captured] = {}
+        self.seen: set[StepShape] = set()
+        self.pool = torch.cuda.graph_pool_handle()
+        self.replays = self.eager_steps = 0
+        self.capture_seconds = 0.0
+
+    def __call__(self, rows: torch.Tensor, shape: StepShape) -> tuple[torch.Tensor, StepShape]:
+        bucket = bucketed(shape)
+        captured = self.graphs.get(bucket)
+        if captured is None and bucket in self.seen and self._worth_it(bucket):
+            captured = self.capture(bucket)
+        self.seen.add(bucket)
+        if captured is None:
+            self.eager_steps += 1
+            return self.runner.run(self._padded(rows, bucket.rows), bucket), bucket
+        self.replays += 1
+        captured.rows[: len(rows)] = rows
+        captured.rows[len(rows) :] = 0
+        captured.graph.replay()
+        return captured.body.clone(), bucket  # the next replay writes the same memory
+
+    def _worth_it(self, bucket: StepShape) -> bool:
+        assert bucket.tokens is not None
+        return may_capture(bucket) and bucket.tokens <= self.largest_tokens and self.runner.backend.caps.graphs
+
+    @staticmethod
+    def _padded(rows: torch.Tensor, n: int) -> torch.Tensor:
+        out = torch.zeros(n, 3, dtype=rows.dtype, device=rows.device)
+        out[: len(rows)] = rows
+        return out
+
+    def capture(self, bucket: StepShape) -> Captured:
+        """Warms the kernels up on padding rows, which change nothing, then captures."""
+        started = time.perf_counter()
+        rows = torch.zeros(bucket.rows, 3, dtype=torch.int32, device=self.runner.model.device)
+        self.runner.run(rows, bucket)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.current_stream()):
+            body = self.runner.run(rows, bucket)
+        self.graphs[bucket] = captured = Captured(graph, rows, body)
+        self.capture_seconds += time.perf_counter() - started
+        return captured
+
+    def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
+        """Captures the given shapes before the first request, with progress."""
+        wanted = [s for s in dict.fromkeys(bucketed(s) for s in shapes) if self._worth_it(s)]
+        for done, bucket in enumerate(sorted(wanted, key=lambda s: -(s.tokens or 0)), 1):
+            if bucket not in self.graphs:
+                self.capture(bucket)
+            if progress:
+                progress(done, len(wanted))
+
+
+def usual_shapes(max_rows: int, width: int, draft_width: int) -> list[StepShape]:
+    """Decode and verify steps of every number of rows, greedy and sampled."""
+    sizes = [s for s in _STEPS if s < max_rows] + [max_rows]
+    return [StepShape(rows=r, tokens=r * w, logits=r * w, width=w, draft_width=draft_width, sampled=sampled)
+            for r in sizes for w in sorted({1, width}) for sampled in (False, True)]
