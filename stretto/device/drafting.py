@@ -69,6 +69,7 @@ class Drafting:
         self.model, self.backend, self.kv, self.table = model, backend, kv, table
         self.choose = Chooser(table)
         self.own: KVCache | None = None
+        self.layers: tuple[LayerSpec, ...] = ()  # whose KV is there
         self.seams: Seams | None = None
 
     def context(self, width: int, positions: int, target: Target | None = None) -> DrafterContext:
@@ -86,6 +87,7 @@ class Drafting:
             raise DrafterError(f"the drafter has layers of window {', '.join(missing)}, and the KV cache was planned"
                                f" for windows {windows}: its sizes must name every layer")
         groups = [GroupSpec(w, tuple(i for i, spec in enumerate(layers) if spec.window == w)) for w in windows]
+        self.layers = tuple(layers)
         self.own = KVCache(layers, groups, self.kv.pages, self.kv.page_size, self.kv.dtype, self.model.device)
         return self.own
 

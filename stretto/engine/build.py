@@ -11,7 +11,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +20,16 @@ import torch
 from stretto import __version__
 from stretto.attn.api import AttentionBackend
 from stretto.attn.select import choose_backend
-from stretto.compat import ConfigError, Refusal
-from stretto.config import Config, DrafterFacts, Facts, Resolved, resolve
+from stretto.compat import ConfigError, Refusal, attention_component, attention_features, check
+from stretto.config import (
+    DEFAULT_DRAFT_TOKENS,
+    Config,
+    DrafterFacts,
+    Facts,
+    KVGroupFacts,
+    Resolved,
+    resolve,
+)
 from stretto.device.kv import KVCache, group_layers
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
@@ -29,17 +37,19 @@ from stretto.device.streams import make_device
 from stretto.engine.core import EngineCore
 from stretto.facts import gather_facts
 from stretto.host.half import HostHalf
-from stretto.host.limits import HostLimits
+from stretto.host.limits import HostDrafter, HostLimits
 from stretto.model.api import CausalModel
 from stretto.model.config import read_config, token_ids
 from stretto.model.gguf import gguf_config
 from stretto.model.hub import resolve_model
 from stretto.model.load import load_model
+from stretto.model.source import WeightError
 from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo
 from stretto.report import start_report
-from stretto.spec.api import Drafter
-from stretto.spec.registry import DrafterContext, DrafterError, drafter_caps, make_drafter
+from stretto.spec.context import DrafterError, Target
+from stretto.spec.identify import verifier_of
+from stretto.spec.registry import drafter_sizes, make_drafter, make_host_drafter
 from stretto.text.stream import IncrementalText
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -55,6 +65,7 @@ class Prepared:
     tokenizer_path: Path
     facts: Facts
     resolved: Resolved
+    target: Target  # what a drafter may know of the model
     timings: dict[str, float] = field(default_factory=dict)  # seconds
 
 
@@ -63,23 +74,51 @@ def prepare(config: Config) -> Prepared:
 
     Raises ModelNotFound, model.config.ConfigError, WeightError, and compat.ConfigError with every refusal."""
     started = time.perf_counter()
+    config = _with_verifier(config)
     path = resolve_model(config.model.model)
     tokenizer_path = resolve_model(config.model.tokenizer) if config.model.tokenizer else path
     found = time.perf_counter()
-    facts = gather_facts(path, _drafter_facts(config.speculation.speculation))
+    facts = gather_facts(path)
+    target = Target(facts.model.name, path, facts.model.vocab_size, facts.model.hidden_size, facts.model.n_layers,
+                    facts.model.context, tokenizer_path)
+    config, facts = _with_drafter(config, facts, target)
     resolved = resolve(config, facts)
-    return Prepared(path, tokenizer_path, facts, resolved,
+    return Prepared(path, tokenizer_path, facts, resolved, target,
                     {"find model": found - started, "resolve": time.perf_counter() - found})
 
 
-def _drafter_facts(asked: str) -> DrafterFacts | None:
+def _with_verifier(config: Config) -> Config:
+    """A model in the layout of vLLM's speculators is a drafter that names its target: both are served."""
+    name = config.model.model
+    verifier = verifier_of(name) if name is not None else None
+    if name is None or verifier is None:
+        return config
+    if config.speculation.speculation not in ("off", name):
+        raise ConfigError([Refusal(f"--speculation {config.speculation.speculation}", f"model {name}",
+                                   "it is a drafter itself", f"serve {verifier} with the drafter that you want")])
+    return replace(config, model=replace(config.model, model=verifier),
+                   speculation=replace(config.speculation, speculation=name))
+
+
+def _with_drafter(config: Config, facts: Facts, target: Target) -> tuple[Config, Facts]:
+    """What the drafter declares for this target. A block is proposed in one pass whatever is offered of it, so all of
+    it is, unless the configuration says otherwise."""
+    asked, tokens = config.speculation.speculation, config.speculation.speculation_tokens
     if asked == "off":
-        return None
+        return config, facts
     try:
-        return DrafterFacts(asked.partition(":")[0], drafter_caps(asked))
+        sizes = drafter_sizes(asked, target)
+        if tokens is None and sizes.caps.shape == "block":
+            tokens = sizes.caps.max_width
+        usual = min(sizes.caps.max_width, DEFAULT_DRAFT_TOKENS)
+        sizes = drafter_sizes(asked, target, usual if tokens is None else tokens)
     except DrafterError as e:
-        refusal = Refusal(f"--speculation {asked}", "engine stretto", str(e), "choose another drafter")
+        refusal = Refusal(f"--speculation {asked}", f"model {target.name}", str(e), "choose another drafter")
         raise ConfigError([refusal]) from e
+    groups = tuple(KVGroupFacts(window, values) for window, values in sizes.kv_groups)
+    found = DrafterFacts(asked.partition(":")[0], sizes.caps, sizes.parameters, groups, sizes.tap_values)
+    return (replace(config, speculation=replace(config.speculation, speculation_tokens=tokens)),
+            replace(facts, drafter=found))
 
 
 def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCore:
@@ -94,8 +133,9 @@ def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCo
     copied = partial(progress, "weights") if progress else None
     model = load_model(prepared.path, dtype=dtype, device=device, progress=copied, context=resolved.max_model_len)
     clock.lap("weights")
-    runner, backend = make_runner(model, resolved)
-    host = HostHalf(host_limits(resolved, eos_ids(prepared, tokenizer)), text_streams(tokenizer))
+    runner, backend = make_runner(model, prepared)
+    limits = host_limits(resolved, eos_ids(prepared, tokenizer), _host_drafter(prepared))
+    host = HostHalf(limits, text_streams(tokenizer))
     clock.lap("KV cache")
     info = _info(prepared, model, backend, host, tokenizer, timings)
     return EngineCore(host, make_device(runner, overlap=resolved.depth > 0), info, resolved.depth)
@@ -110,33 +150,57 @@ class _Clock:
         self.timings[phase], self.last = now - self.last, now
 
 
-def make_runner(model: CausalModel, resolved: Resolved) -> tuple[Runner, AttentionBackend]:
-    """The device half's step for a loaded model. Raises compat.ConfigError where the layers, now known for certain,
-    need what no backend has, or differ from the groups that the memory was planned for."""
-    groups = group_layers(model.layers)
+def make_runner(model: CausalModel, prepared: Prepared) -> tuple[Runner, AttentionBackend]:
+    """The device half's step for a loaded model, its drafter loaded. Raises compat.ConfigError where the layers, now
+    known for certain, need what no backend has, or differ from the groups that the memory was planned for."""
+    resolved, drafter = prepared.resolved, prepared.facts.drafter if prepared.resolved.drafter else None
+    groups = group_layers(model.layers, [group.window for group in drafter.kv_groups] if drafter else [])
     if tuple(g.window for g in groups) != resolved.windows:
         raise ConfigError([Refusal(f"KV groups {resolved.windows}", f"model {resolved.model_name}",
                                    f"its layers turn out to have {tuple(g.window for g in groups)}")])
     backend = choose_backend(model.layers, resolved.page_size, model.device, model.dtype)
     kv = KVCache(model.layers, groups, [n - 1 for n in resolved.pages], resolved.page_size, model.dtype, model.device)
-    table = SlotTable(resolved.max_num_seqs + 1, resolved.max_model_len, resolved.page_size, len(groups), model.device)
-    return Runner(model, backend, kv, table, _drafter(resolved, model)), backend
+    table = SlotTable(resolved.max_num_seqs + 1, resolved.max_model_len, resolved.page_size, len(groups), model.device,
+                      resolved.lookahead)
+    runner = Runner(model, backend, kv, table)
+    if drafter is not None and drafter.caps.where == "device":
+        _load_drafter(runner, prepared)
+    return runner, backend
 
 
-def _drafter(resolved: Resolved, model: CausalModel) -> Drafter | None:
-    if resolved.drafter is None:
+def _load_drafter(runner: Runner, prepared: Prepared) -> None:
+    """Raises compat.ConfigError, naming both sides."""
+    resolved, asked = prepared.resolved, str(prepared.resolved.drafter)
+    context = runner.drafting.context(resolved.speculation_tokens, resolved.max_model_len, prepared.target)
+    try:
+        runner.adopt(make_drafter(asked, context))
+    except (DrafterError, WeightError) as e:
+        raise ConfigError([Refusal(f"--speculation {asked}", f"model {resolved.model_name}", str(e),
+                                   "choose another drafter")]) from e
+    refusals = check(attention_features(runner.drafting.layers, resolved.page_size, resolved.device, graphs=False),
+                     [attention_component(type(runner.backend).__name__, runner.backend.caps)])
+    if refusals:
+        raise ConfigError(refusals)
+
+
+def _host_drafter(prepared: Prepared) -> HostDrafter | None:
+    drafter, resolved = prepared.facts.drafter, prepared.resolved
+    if resolved.drafter is None or drafter is None or drafter.caps.where != "host":
         return None
-    context = DrafterContext(width=resolved.speculation_tokens, vocab_size=model.vocab_size, device=model.device)
-    return make_drafter(resolved.drafter, context)
+    try:
+        return make_host_drafter(resolved.drafter)
+    except DrafterError as e:
+        raise ConfigError([Refusal(f"--speculation {resolved.drafter}", "this installation", str(e),
+                                   "choose another drafter")]) from e
 
 
-def host_limits(resolved: Resolved, eos: frozenset[int]) -> HostLimits:
+def host_limits(resolved: Resolved, eos: frozenset[int], drafter: HostDrafter | None = None) -> HostLimits:
     return HostLimits(
         page_size=resolved.page_size, pages=tuple(n - 1 for n in resolved.pages), windows=resolved.windows,
         max_slots=resolved.max_num_seqs + 1, max_model_len=resolved.max_model_len, chunk=resolved.chunk_size,
         budget=resolved.max_num_batched_tokens, cap_policy=resolved.cap_policy, mixed=resolved.mixed_chunk,
         depth=resolved.depth, width=resolved.speculation_tokens, lookahead=resolved.lookahead,
-        prefix_cache=resolved.prefix_caching, eos_token_ids=eos, strict="PYTEST_VERSION" in os.environ,
+        prefix_cache=resolved.prefix_caching, eos_token_ids=eos, strict="PYTEST_VERSION" in os.environ, drafter=drafter,
         seeds=random.SystemRandom() if resolved.seed is None else random.Random(resolved.seed))
 
 

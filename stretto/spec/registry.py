@@ -11,7 +11,7 @@ On the command line: `--speculation ngram`, or with settings after a colon: `--s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -30,7 +30,7 @@ from stretto.spec.standalone import Standalone
 from stretto.spec.suffix import Suffix
 
 __all__ = ["BUILT_IN", "GROUP", "DrafterContext", "DrafterError", "DrafterKind", "drafter_caps", "drafter_sizes",
-           "find_drafter", "make_drafter"]
+           "find_drafter", "make_drafter", "make_host_drafter"]
 
 GROUP = "stretto.drafters"
 
@@ -112,6 +112,16 @@ def drafter_sizes(asked: str, target: Target, width: int | None = None) -> Draft
     if width is not None and sizes.caps.shape == "chain":
         sizes = replace(sizes, caps=replace(sizes.caps, lookahead=min(sizes.caps.lookahead, width)))
     return sizes
+
+
+def make_host_drafter(asked: str) -> Callable[[Sequence[int], int], list[int]]:
+    """Of a kind that proposes on the host: (confirmed ids, width) -> at most that many ids that may follow. Such a kind
+    has a method `host(settings)`. Raises DrafterError."""
+    kind, settings = find_drafter(asked)
+    make = getattr(kind, "host", None)
+    if make is None:
+        raise DrafterError(f"drafter {asked} declares that it proposes on the host, and has no method host(settings)")
+    return make(settings)
 
 
 def make_drafter(asked: str, context: DrafterContext) -> Drafter:
