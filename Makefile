@@ -4,6 +4,7 @@
 #   make test        the quick suite, under 15 minutes on two cores
 #   make test-all    the quick suite, then the whole products (tests marked `full`)
 #   make check       everything a change must pass: linters, types, the quick suite
+#   make docs        write docs/support.md from what components declare
 #   make format      let ruff sort imports and repair what it can
 #   make setup       only the environment; `make clean` removes it
 #
@@ -24,7 +25,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stretto-setup
 RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
-.PHONY: help setup serve test test-all check lint format clean
+.PHONY: help setup serve test test-all check lint docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -68,6 +69,9 @@ check: lint
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/python -m stretto.cli.support > docs/support.md.new && mv docs/support.md.new docs/support.md
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -14,6 +14,7 @@ import pytest
 
 from stretto import __version__
 from stretto.cli.sources import setting_names
+from stretto.cli.support import support_document
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -90,6 +91,11 @@ def test_links_lead_somewhere(document: Path):
     for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
         if not target.startswith(("http://", "https://", "mailto:")):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_page_of_what_works_is_up_to_date():
+    pytest.importorskip("triton")
+    assert (ROOT / "docs/support.md").read_text() == support_document(), "run `make docs`"
 
 
 def test_every_setting_is_documented():
