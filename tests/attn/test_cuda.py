@@ -63,6 +63,14 @@ def test_a_token_does_not_depend_on_the_batch():
         assert torch.equal(attend(backend, single)[0], out[last])
 
 
+def clone(case: Case) -> Case:
+    step = {f.name: getattr(case.step, f.name) for f in dataclasses.fields(RaggedStep)}
+    step = {k: v.clone() if isinstance(v, torch.Tensor) else tuple(t.clone() for t in v) if isinstance(v, tuple) else v
+            for k, v in step.items()}
+    return dataclasses.replace(case, step=RaggedStep(**step), q=case.q.clone(), k_cache=case.k_cache.clone(),
+                               v_cache=case.v_cache.clone())
+
+
 def copy_step(target: RaggedStep, source: RaggedStep) -> None:
     for f in dataclasses.fields(RaggedStep):
         new, old = getattr(source, f.name), getattr(target, f.name)
@@ -88,8 +96,7 @@ def test_one_graph_serves_every_split_of_its_bucket():
         c.k_cache, c.v_cache = (torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 0, 0, pages - t.shape[0]))
                                 for t in (c.k_cache, c.v_cache))
     backend = TritonRagged(DEVICE, torch.bfloat16)
-    static = dataclasses.replace(cases[0], q=cases[0].q.clone(), k_cache=cases[0].k_cache.clone(),
-                                 v_cache=cases[0].v_cache.clone())
+    static = clone(cases[0])
     attend(backend, static)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
