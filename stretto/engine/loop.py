@@ -99,6 +99,10 @@ class LiveChoices:
         return [Output(rid=rid, index=index, token_ids=[], text="", finish_reason=reason, error=error)
                 for index in sorted(self._open.get(rid, ()))]
 
+    def errors(self, cause: str) -> list[Output]:
+        """The last output of every choice of every request."""
+        return [output for rid in self._open for output in self.endings(rid, "error", cause)]
+
     def note(self, outputs: list[Output]) -> None:
         for out in outputs:
             if out.finish_reason is not None and out.rid in self._open:
@@ -189,7 +193,7 @@ def _progress_relayed(send: Send) -> Iterator[None]:
 
 def run_loop(factory: CoreFactory, inbox: Inbox, send: Send) -> bool:
     """Makes the core, serves until Shutdown, closes the core. Sends Started first; Died last, and only when something
-    failed: at start, or in a step (every request in flight gets an "error" output before).
+    failed: at start, or in a step (every choice in flight gets an "error" output with it).
 
     Returns True after a clean end."""
     loop: _Loop | None = None
@@ -203,10 +207,7 @@ def run_loop(factory: CoreFactory, inbox: Inbox, send: Send) -> bool:
     except Exception as e:
         log.exception("the engine %s", "loop failed" if loop else "could not start")
         cause = describe(e)
-        if loop is not None:
-            for rid in loop.live.rids():
-                loop.deliver(loop.live.endings(rid, "error", cause))
-        send(Died(cause))
+        send(Died(cause, loop.live.errors(cause) if loop is not None else []))
         _close_after_failure(core)
         return False
     core.close()

@@ -73,9 +73,11 @@ class Tick(msgspec.Struct, tag=True):
 
 
 class Died(msgspec.Struct, tag=True):
-    """The loop has ended for a reason other than Shutdown; nothing follows."""
+    """The loop has ended for a reason other than Shutdown; nothing follows. `outputs` are the last ones of every choice
+    in flight: in one message with the cause, so that whoever reads them already finds the engine dead."""
 
     cause: str
+    outputs: list[Output] = []
 
 
 Event = Progress | Started | Outputs | Refused | Aborted | Stats | Tick | Died

@@ -123,6 +123,8 @@ class Router:
             if not self.started.done():
                 self.started.set_result(event.info)
         elif isinstance(event, Died):
+            for output in event.outputs:
+                self._deliver_output(output)
             self.die(event.cause)
 
     def _deliver_output(self, output: Output) -> None:

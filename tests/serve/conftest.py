@@ -89,6 +89,7 @@ async def make_served(options: CoreOptions | None = None, **settings: Any) -> As
     engine = await InProcessEngine.start(options or CoreOptions(), stall_timeout=settings.get("stall_timeout", 30.0))
     app = build_app(engine, ByteTokenizer(), ServeSettings(**settings))
     sock = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # of its connections: a slow reader is felt soon
     config = uvicorn.Config(app, http="httptools", lifespan="off", log_level="warning", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]

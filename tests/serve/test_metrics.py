@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stretto.protocol import EngineDead, EngineInfo, EngineStats
-from stretto.serve.metrics import Histogram, ServerMetrics
+from stretto.serve.metrics import TIME_TO_FIRST_TOKEN, Histogram, ServerMetrics
 from tests.serve.conftest import Api, make_api
 from tests.serve.fakes import CoreOptions
 
@@ -106,7 +106,9 @@ async def test_answers_are_counted_by_route_and_status(api: Api):
 async def test_kv_usage_lies_between_0_and_1():
     async with make_api(CoreOptions(step_seconds=0.01, max_model_len=100_000)) as api:
         task = asyncio.create_task(api.complete("x", n=4, max_tokens=90_000))
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(10):
+            while (await api.gauges())["running"] < 4:
+                await asyncio.sleep(0.01)
         found = await scrape(api)
         assert found["vllm:kv_cache_usage_perc"] == 4 / 512 and found["vllm:num_requests_running"] == 4
         assert any(name.startswith("vllm:cache_config_info|block_size=") for name in found)
@@ -150,7 +152,9 @@ async def test_probes_while_draining(api: Api):
 async def test_case_17_01_clients_and_probes_of_a_dead_engine(stream: bool):
     async with make_api(CoreOptions(step_seconds=0.005, max_model_len=100_000)) as api:
         running = asyncio.create_task(api.chat("x", max_tokens=90_000, stream=stream))
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(10):
+            while not sum(api.service.metrics.histograms[TIME_TO_FIRST_TOKEN].counts):  # its stream has begun
+                await asyncio.sleep(0.01)
         failed = await api.chat("fault:boom", stream=stream)
         assert failed.status_code == 500 and "boom" in failed.json()["error"]["message"]
         other = await running
