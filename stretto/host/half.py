@@ -51,7 +51,7 @@ class HostHalf:
 
     def submit(self, request: Request) -> None:
         """Raises RequestError where the request can never run, or its id is live."""
-        if request.rid in self._live:
+        if request.rid in self._live or self.sessions.waits(request.rid):
             raise RequestError(f"request {request.rid!r} is live already", param="rid")
         turn = self._intake.turn(request, request.tokens)
         turn.usage.prompt_tokens = turn.job.prompt

@@ -62,8 +62,10 @@ class Planner:
 
     # -------------------------------------------------------------------------------------------------- admission
     def _admit(self) -> None:
+        claims: list[int] | None = None  # pages of each group that the running turns will ask for
         while (turn := self._queue.head) is not None and self._slots.vacant and self._may_look(turn):
-            if not self._find_room(turn):
+            claims = self._claims() if claims is None else claims
+            if not self._find_room(turn, claims):
                 self._refused = self._moment(turn)
                 return
             assert turn.lease is not None
@@ -73,6 +75,7 @@ class Planner:
                 self._counters.prompt_tokens += turn.job.prompt
                 self._counters.cached_tokens += turn.usage.cached_tokens
             self._slots.seat(turn, self._ledger.seam(turn.lease))
+            claims = [a + b for a, b in zip(claims, self._claim(turn))]
 
     def _moment(self, turn: Turn) -> tuple[Turn, int, int]:
         return turn, self._ledger.returned, self._slots.ended
@@ -81,13 +84,13 @@ class Planner:
         """Whether anything has changed for this turn since it found no room."""
         return not self._slots.running or self._refused != self._moment(turn)
 
-    def _find_room(self, turn: Turn) -> bool:
+    def _find_room(self, turn: Turn, claims: list[int]) -> bool:
         """True with a lease on the turn. A turn without room holds no pages that it did not hold before."""
         adopted = turn.lease is None
         if turn.lease is None:
             turn.lease = self._ledger.adopt(turn.tokens, turn.adoptable, turn.job.limit - 1,
                                             turn.job.request.cache_salt)
-        while not self._has_room(turn):
+        while not self._has_room(turn, claims):
             if not self._reclaim(keep=turn):
                 if not self._slots.running:
                     return True  # it has the pool to itself
@@ -97,15 +100,22 @@ class Planner:
                 return False
         return True
 
-    def _has_room(self, turn: Turn) -> bool:
-        """Pages for all ids of the turn, and for the growth of everybody."""
-        short = [-self._ledger.available(g) for g in range(len(self._limits.pages))]
-        for other in (turn, *self._slots.running):
-            lease = other.lease
-            assert lease is not None
-            upto = min(lease.top, max(len(other.tokens), lease.hi) + GROWTH) + other.job.lookahead
-            short = [a + b for a, b in zip(short, self._ledger.needed(lease, upto))]
-        return max(short) <= 0
+    def _has_room(self, turn: Turn, claims: list[int]) -> bool:
+        own = self._claim(turn)
+        return all(own[g] + claims[g] <= self._ledger.available(g) for g in range(len(claims)))
+
+    def _claim(self, turn: Turn) -> list[int]:
+        """Pages of each group that a turn lacks for all its ids and some growth."""
+        lease = turn.lease
+        assert lease is not None
+        upto = min(lease.top, max(len(turn.tokens), lease.hi) + GROWTH) + turn.job.lookahead
+        return self._ledger.needed(lease, upto)
+
+    def _claims(self) -> list[int]:
+        total = [0] * len(self._limits.pages)
+        for turn in self._slots.running:
+            total = [a + b for a, b in zip(total, self._claim(turn))]
+        return total
 
     # ----------------------------------------------------------------------------------------------------- decide
     def _decide(self) -> tuple[list[tuple[Turn, int]], list[tuple[Turn, int]]]:
@@ -129,19 +139,21 @@ class Planner:
             else:
                 fills = []
         fills.sort(key=lambda fill: fill[0].job.rank)
-        chunk_caps, tail_caps = self._caps([owed for _, owed in fills], [turn.job.width for turn in decoding])
-        self._rotate(decoding, tail_caps)
+        widths = [turn.job.width for turn in decoding]
+        chunk_caps, tail_caps = self._caps([owed for _, owed in fills], widths)
+        if sum(tail_caps) < len(widths) + sum(widths):  # the budget was short for some
+            self._rotate(decoding, tail_caps)
         return ([(turn, cap) for (turn, _), cap in zip(fills, chunk_caps) if cap],
                 [(turn, cap) for turn, cap in zip(decoding, tail_caps) if cap])
+
+    def _rotate(self, decoding: list[Turn], caps: list[int]) -> None:
+        """In the next step those come first that got nothing in this one, then those that got less than they want."""
+        partly = [turn for turn, cap in zip(decoding, caps) if 0 < cap <= turn.job.width]
+        self._slots.rotate(partly + [turn for turn, cap in zip(decoding, caps) if cap > turn.job.width])
 
     def _caps(self, fills: list[int], drafts: list[int]) -> tuple[list[int], list[int]]:
         limits = self._limits
         return share_budget(fills, drafts, chunk=limits.chunk, budget=limits.budget, policy=limits.cap_policy)
-
-    def _rotate(self, decoding: list[Turn], caps: list[int]) -> None:
-        """Where the budget was short, those it was short for come first in the next step."""
-        if min(caps, default=1) == 0 or (max(caps, default=1) > 1 and min(caps) < max(caps)):
-            self._slots.rotate([turn for turn, cap in zip(decoding, caps) if cap == 1 + turn.job.width])
 
     # ---------------------------------------------------------------------------------------------------- reserve
     def _reserve(self, chunks: list[tuple[Turn, int]], tails: list[tuple[Turn, int]]) -> list[Row]:

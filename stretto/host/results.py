@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from copy import copy
-from dataclasses import dataclass
 from typing import Protocol
 
 from stretto.host.counters import Counters
@@ -25,20 +24,12 @@ from stretto.host.session import Sessions
 from stretto.host.slots import Slots
 from stretto.host.turn import ABORT, ERROR, LENGTH, POOL_FULL, STOP, Turn
 from stretto.protocol import Output, TokenLogprob
+from stretto.text.stream import TextDelta
 from stretto.wire import Goal, RowResult, StepResult, TokenScore
 
 logger = logging.getLogger(__name__)
 
 Ending = tuple[str, int | str | None]  # finish reason, stop reason
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """What some pushed ids added to the text."""
-
-    text: str
-    stop: str | None  # the stop string that was completed
-    kept: int  # of the pushed ids, those up to and including the one that completes the stop string
 
 
 class TextStream(Protocol):

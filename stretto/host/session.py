@@ -43,6 +43,7 @@ class Sessions:
         self._ledger, self._slots, self._queue, self._live = ledger, slots, queue, live
         self._intake, self._ops, self._counters = intake, ops, counters
         self._open: dict[str, Session] = {}
+        self._waiting: dict[str, Session] = {}  # by the id of the request that waits behind a live turn
         self._idle: dict[Session, None] = {}  # with a lease, least recently used first
 
     # ------------------------------------------------------------------------------------------------------ verbs
@@ -57,12 +58,13 @@ class Sessions:
         session = self._open[sid]
         if request.sampling.n != 1 or request.cache_salt != session.cache_salt:
             raise RequestError("a session's turn has n 1 and the session's cache_salt", param="session")
-        if request.rid in self._live or any(s.queued and s.queued.rid == request.rid for s in self._open.values()):
+        if request.rid in self._live or self.waits(request.rid):
             raise RequestError(f"request {request.rid!r} is live already", param="rid")
         if session.turn is None:
             self._start(session, request)
         elif session.queued is None:
             session.queued = request
+            self._waiting[request.rid] = session
         else:
             raise RequestError(f"session {sid!r} has a live turn and one that waits", param="session")
 
@@ -103,6 +105,9 @@ class Sessions:
         return self._open[sid]
 
     # --------------------------------------------------------------------------------------------- from the engine
+    def waits(self, rid: str) -> bool:
+        return rid in self._waiting
+
     def leases(self) -> list[Lease]:
         return [s.lease for s in self._idle if s.lease is not None]
 
@@ -147,11 +152,11 @@ class Sessions:
 
     def cancel(self, rid: str) -> bool:
         """Drops a request that waits behind a live turn."""
-        for session in self._open.values():
-            if session.queued is not None and session.queued.rid == rid:
-                session.queued = None
-                return True
-        return False
+        session = self._waiting.pop(rid, None)
+        if session is None:
+            return False
+        session.queued = None
+        return True
 
     # ----------------------------------------------------------------------------------------------------- inside
     def _start(self, session: Session, request: Request) -> None:
@@ -167,6 +172,7 @@ class Sessions:
         request, session.queued = session.queued, None
         if request is None:
             return None
+        del self._waiting[request.rid]
         try:
             return self._intake.turn(request, session.tokens + request.tokens, scores_from=len(session.tokens))
         except RequestError as error:

@@ -241,7 +241,7 @@ class Harness:
         return ([self.rng.randint(1, c) if c else 0 for c in chunks],
                 [0 if self.rng.random() < 0.05 else self.rng.randint(1, c) if c else 0 for c in tails])
 
-    def _has_room_for_a_chunk(self, turn) -> bool:
+    def _has_room_for_a_chunk(self, turn, claims) -> bool:
         ledger, lease, m = self.half.ledger, turn.lease, self.limits
         upto = min(lease.top, lease.lo + min(m.chunk, len(turn.tokens) - lease.lo)) + m.lookahead
         return all(n <= ledger.available(g) for g, n in enumerate(ledger.needed(lease, upto)))

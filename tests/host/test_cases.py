@@ -360,6 +360,36 @@ def test_a_retracted_turn_comes_back_while_younger_ones_keep_coming():
     h.drain()
 
 
+@pytest.mark.parametrize("policy", ["full", "one_in_mixed", "budget"])
+@pytest.mark.parametrize("width", [0, 3])
+def test_a_short_budget_is_shared(policy: str, width: int):
+    """Thirty rows, eight tokens a step, prompts that keep coming: nobody waits much longer than the others."""
+    h = Harness(plain_world("eagle" if width else "none", width=width, budget=8, max_slots=40, cap_policy=policy), 0)
+    rids = [submit(h, prompt_of(4, n), max_tokens=400) for n in range(30)]
+    while min(len(h.clients[rid, 0].tokens) for rid in rids) < 1:
+        h.step()
+    before = [len(h.clients[rid, 0].tokens) for rid in rids]
+    for n in range(60):
+        submit(h, prompt_of(60, n), max_tokens=1)
+        h.step()
+    got = [len(h.clients[rid, 0].tokens) - n for rid, n in zip(rids, before)]
+    assert min(got) >= 10 and max(got) - min(got) <= 2 + 4 * width, got
+
+
+@pytest.mark.parametrize("cap_policy", ["full", "budget"])
+def test_neither_kind_starves_without_mixed_steps(cap_policy: str):
+    h = Harness(plain_world("ngram", width=3, mixed=False, budget=32, cap_policy=cap_policy), 0)
+    first = submit(h, prompt_of(5), max_tokens=300)
+    for n in range(40):
+        submit(h, prompt_of(100, n), max_tokens=1)
+    for _ in range(80):
+        h.step()
+    assert len(h.clients[first, 0].tokens) >= 35
+    assert sum(client.finish is not None for client in h.clients.values()) >= 8
+    h.drain()
+    assert counters(h).mixed_steps == 0
+
+
 def test_priority_runs_first_and_is_retracted_last():
     h = Harness(plain_world(max_slots=3), 0)
     low = [submit(h, prompt_of(10, n), max_tokens=20, priority=5) for n in range(4)]
