@@ -12,6 +12,7 @@ import torch
 
 from stretto.config import Config
 from stretto.engine.llm import LLM
+from stretto.model.gguf import GGUFSource, gguf_config
 from stretto.params import SamplingParams
 
 Ids = Sequence[int]
@@ -91,9 +92,9 @@ class Transformers:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-        folder = path.parent if path.suffix == ".gguf" else path
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **where)
+        kind = getattr(torch, dtype)
+        loaded: Any = _from_gguf(path, kind) if path.suffix == ".gguf" else \
+            AutoModelForCausalLM.from_pretrained(path, dtype=kind)
         self.model = loaded.to(device).eval()
         self.dtype, self.batch_size = dtype, batch_size
 
@@ -127,6 +128,22 @@ class Transformers:
 
     def close(self) -> None:
         del self.model
+
+
+def _from_gguf(path: Path, dtype: torch.dtype) -> Any:
+    """transformers' own model with the weights that this engine reads out of the file: the same numbers for both."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    facts = gguf_config(path)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**facts), dtype=dtype)
+    source = GGUFSource(path)
+    missing, unexpected = model.load_state_dict({name: source.tensor(name).to(dtype) for name in source.names()},
+                                                strict=False, assign=True)
+    model.tie_weights()
+    left = [name for name in missing if not (name == "lm_head.weight" and facts.get("tie_word_embeddings"))]
+    if left or unexpected:
+        raise EngineMissing(f"transformers cannot take {path.name}: missing {left}, left over {unexpected}")
+    return model
 
 
 class _Streamer:
