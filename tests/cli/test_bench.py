@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from stretto.bench.engines import EngineMissing, open_rival
 from stretto.bench.measure import Series, agreement, measure_latency, measure_throughput, ratio, spread
 from stretto.bench.results import summary, table
 from stretto.bench.workload import Workload, WorkloadError, from_file, synthetic
 from stretto.config import DeviceFacts
+from tests.gguf.files import tiny_model, write_model
 
 WORK = Workload("three prompts", ((1, 2), (3, 4), (5, 6)), output_tokens=4)
 DEVICE = DeviceFacts("cpu", "a CPU", 1, 1)
@@ -128,6 +130,21 @@ def test_files_without_prompts(tmp_path: Path, text: str, message: str):
         from_file(Letters(), path, 9, 9, 4)
     with pytest.raises(WorkloadError, match="cannot be read"):
         from_file(Letters(), tmp_path / "none", 9, 9, 4)
+
+
+# --------------------------------------------------------------------------------------------------------- transformers
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_gets_the_weights_of_a_gguf_file(tmp_path: Path, tied: bool):
+    """It must answer as the model does from which the file was written: rows of q and k in their order, the head tied."""
+    model = tiny_model(tie_word_embeddings=tied)
+    engine = open_rival("transformers", write_model(tmp_path / "m.gguf", model), "float32", "cpu", 64, batch_size=2)
+    prompts = [(1, 5, 90, 33, 7), (2, 44, 18), (61, 3, 80, 12)]  # the last one is a batch of its own
+    expected = [model.generate(torch.tensor([p]), max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+                [0, len(p):].tolist() for p in prompts]
+    assert engine.batch(prompts, 6) == expected
+    seen: list[int] = []
+    assert engine.stream(prompts[0], 6, seen.append) == expected[0] and seen == [1] * 6
+    engine.close()
 
 
 # ------------------------------------------------------------------------------------------------------------ llama.cpp
