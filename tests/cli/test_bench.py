@@ -135,7 +135,7 @@ def test_files_without_prompts(tmp_path: Path, text: str, message: str):
 # --------------------------------------------------------------------------------------------------------- transformers
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_gets_the_weights_of_a_gguf_file(tmp_path: Path, tied: bool):
-    """It must answer as the model does from which the file was written: rows of q and k in their order, the head tied."""
+    """It must answer as the model from which the file was written: q and k in their order, the head tied or not."""
     model = tiny_model(tie_word_embeddings=tied)
     engine = open_rival("transformers", write_model(tmp_path / "m.gguf", model), "float32", "cpu", 64, batch_size=2)
     prompts = [(1, 5, 90, 33, 7), (2, 44, 18), (61, 3, 80, 12)]  # the last one is a batch of its own
