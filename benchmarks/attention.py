@@ -26,8 +26,9 @@ import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stretto.attn.api import LayerSpec
-from stretto.attn.tiles import KernelConfig, Tile, kernel_config
+from stretto.attn.tiles import FewTokens, KernelConfig, Tile, kernel_config
 from stretto.attn.triton_ragged import TritonRagged
+from stretto.ops.kv_write import write_kv, write_kv_reference
 from stretto.ragged import RaggedStep
 from stretto.wire import NEVER
 
@@ -154,8 +155,7 @@ def read_rate() -> float:
     x = torch.randint(-(2**31), 2**31 - 1, (1 << 30,), dtype=torch.int32, device="cuda")
     programs = 8 * torch.cuda.get_device_properties(0).multi_processor_count
     out = torch.empty(programs, dtype=torch.int32, device="cuda")
-    return max(4 * x.numel() / graph_time(lambda block=block: _read[(programs,)](x, out, x.numel(), block,
-                                                                                num_warps=8)) for block in (4096, 8192))
+    return 4 * x.numel() / graph_time(lambda: _read[(programs,)](x, out, x.numel(), 8192, num_warps=8))
 
 
 def measure(batch: Batch, layer: LayerSpec, config: KernelConfig | None, ref: torch.Tensor | None) -> dict:
@@ -167,7 +167,7 @@ def measure(batch: Batch, layer: LayerSpec, config: KernelConfig | None, ref: to
         return backend.attend(layer, batch.q, batch.k_cache, batch.v_cache, batch.step, 0, meta)
 
     result = {"batch": batch.name, "window": layer.window, "softcap": layer.softcap,
-              "config": dataclasses.asdict(meta.config), "items": meta.counts[:2].tolist()}
+              "tiles": [dataclasses.asdict(t) for t in meta.tiles], "items": meta.counts[:2].tolist()}
     result["attend_us"] = graph_time(attend, LAUNCHES)
     result["attend_once_us"] = graph_time(attend)
     result["plan_us"] = graph_time(lambda: backend.metadata(batch.step, 0, layer), LAUNCHES)
@@ -193,32 +193,46 @@ def sdpa_times(n: int) -> dict:
             "tflops_dense": 2 * n * n * 32 * 128 / dense / 1e6}
 
 
+def write_times(n: int) -> dict:
+    """The write of n tokens' keys and values into random cells: one Triton launch, and torch's two."""
+    cache = torch.empty(2, 4096, PAGE, 8, 128, dtype=torch.bfloat16, device="cuda")
+    k, v = torch.randn(2, n, 8, 128, dtype=torch.bfloat16, device="cuda")
+    cells = torch.randperm(4096 * PAGE, device="cuda")[:n]
+    return {"batch": f"write {n}", "triton_us": graph_time(lambda: write_kv(k, v, cache[0], cache[1], cells), LAUNCHES),
+            "torch_us": graph_time(lambda: write_kv_reference(k, v, cache[0], cache[1], cells), LAUNCHES)}
+
+
 # ------------------------------------------------------------------------------------------------------------ sweep
 def sweep_configs() -> Iterator[KernelConfig]:
     """The table's entry with other splits, then with other tiles: edit at will."""
     base = kernel_config(128, 2, 90)
     for keys, programs, registers in ((64, 2, 255), (32, 3, 168)):
         for split in (128, 256, 512, 1024):
-            few = Tile(64, keys, 3, 4, programs, registers)
-            yield dataclasses.replace(base, few=few, splits=((NEVER, split),))
+            tile = Tile(64, keys, 3, 4, programs, registers)
+            yield dataclasses.replace(base, few=(FewTokens(NEVER, tile, split),))
 
 
-def _compile(config: KernelConfig) -> str | None:
-    """Compiles the kernels of a configuration into the cache on disk; the message where that fails."""
+def _compile(job: tuple[LayerSpec, int, KernelConfig | None]) -> str | None:
+    """Compiles the kernels of a layer and a number of rows into the cache on disk; the message where that fails."""
+    layer, rows, config = job
     try:
-        batch = make_batch("decode 2 x 64", LLAMA_8B)
+        batch = make_batch(f"decode {rows} x 64", layer)
         backend = TritonRagged(torch.device("cuda"), torch.bfloat16, config, workspace_bytes=1 << 20)
-        backend.attend(LLAMA_8B, batch.q, batch.k_cache, batch.v_cache, batch.step, 0,
-                       backend.metadata(batch.step, 0, LLAMA_8B))
+        plan = backend.metadata(batch.step, 0, layer)
+        backend.attend(layer, batch.q, batch.k_cache, batch.v_cache, batch.step, 0, plan)
         torch.cuda.synchronize()
     except Exception as e:  # a configuration may be too large for the device: reported, not timed
         return f"{type(e).__name__}: {str(e)[:200]}"
     return None
 
 
-def run_sweep(configs: list[KernelConfig], workers: int) -> list[dict]:
+def compile_all(jobs: list[tuple[LayerSpec, int, KernelConfig | None]], workers: int) -> list[str | None]:
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        failures = pool.map(_compile, configs, chunksize=1)
+        return pool.map(_compile, jobs, chunksize=1)
+
+
+def run_sweep(configs: list[KernelConfig], workers: int) -> list[dict]:
+    failures = compile_all([(LLAMA_8B, 2, config) for config in configs], workers)
     names = ("decode", "verify", "mixed", "decode 1 x 1024", "decode 1 x 8192", "decode 4 x 2048", "decode 8 x 1024",
              "decode 16 x 2048", "decode 32 x 1024", "decode 32 x 4096", "decode 64 x 1024", "decode 64 x 2048")
     batches = [make_batch(name, LLAMA_8B) for name in names]
@@ -238,18 +252,20 @@ def run_sweep(configs: list[KernelConfig], workers: int) -> list[dict]:
 
 def short_name(config: KernelConfig) -> str:
     tiles = " ".join(f"{t.rows}x{t.keys}/{t.stages} w{t.warps} p{t.programs} r{t.registers}"
-                     for t in (config.few, config.chunk))
-    return f"{tiles} s{[split for _, split in config.splits]}"
+                     for t in (*(f.tile for f in config.few), config.chunk))
+    return f"{tiles} s{[f.split for f in config.few]}"
 
 
-def run_table() -> list[dict]:
+def run_table(workers: int) -> list[dict]:
     """The configuration of the table on the three batches, with windows and soft-cap, at small batches, on prompts."""
     window = dataclasses.replace(LLAMA_8B, window=1024)
     softcap = dataclasses.replace(LLAMA_8B, softcap=30.0)
     cases = [(name, LLAMA_8B) for name in ("decode", "verify", "mixed")]
     cases += [("mixed", window), ("mixed", softcap)]
-    cases += [(f"decode {rows} x {cells}", LLAMA_8B) for rows, cells in ((1, 1024), (1, 8192), (8, 1024), (32, 4096))]
+    cases += [(f"decode {rows} x {cells}", LLAMA_8B)
+              for rows, cells in ((1, 1024), (1, 8192), (8, 1024), (16, 2048), (32, 4096), (64, 1024))]
     cases += [(f"prompt {n}", LLAMA_8B) for n in (2048, 8192, 32768)]
+    compile_all([(layer, rows, None) for layer, rows in {(x, r) for _, x in cases for r in (1, 4, 16, 122)}], workers)
     results = []
     for name, layer in cases:
         batch = make_batch(name, layer)
@@ -260,7 +276,7 @@ def run_table() -> list[dict]:
             result["tflops"] = 2 * batch.q.shape[0] ** 2 * 32 * 128 / result["attend_us"] / 1e6
         results.append(result)
         shown = {k: v if isinstance(v, str) else round(v, 5) for k, v in result.items()
-                 if k not in ("config", "items") and v is not None}
+                 if k not in ("tiles", "items") and v is not None}
         print(shown, flush=True)
     return results
 
@@ -279,11 +295,12 @@ def main() -> None:
     rate = read_rate()
     report |= {"device": torch.cuda.get_device_name(0), "read_tb_per_s": rate / 1e6}
     print(report["device"], f"read sweep {rate / 1e6:.3f} TB/s", flush=True)
-    report["table"] = [] if args.no_table else run_table()
+    report["table"] = [] if args.no_table else run_table(args.workers)
     if args.sdpa:
         report["sdpa"] = [sdpa_times(n) for n in (2048, 8192, 32768)]
-        for row in report["sdpa"]:
-            print({k: v if isinstance(v, str) else round(v, 1) for k, v in row.items()})
+    report["write"] = [write_times(n) for n in (1, 256, 2048)]
+    for row in report.get("sdpa", []) + report["write"]:
+        print({k: v if isinstance(v, str) else round(v, 1) for k, v in row.items()})
     for result in report["table"]:
         result["floor_us"] = result["kv_gb"] * 1e9 / rate
     if args.out:

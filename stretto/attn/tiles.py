@@ -24,50 +24,63 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class FewTokens:
+    """How rows of few tokens (decoded tokens, verify windows) are served in buckets of up to `most_rows` rows."""
+
+    most_rows: int
+    tile: Tile
+    split: int  # KV cells of one work item
+
+
+@dataclass(frozen=True)
 class KernelConfig:
     """A row goes to one tile of `few` if that holds all its query rows, else to tiles of `chunk`.
 
-    Both kinds of program fit a multiprocessor together: chunk rows compute while few-token rows load."""
+    Small buckets need small items to fill the device, large ones large items for throughput. A configuration with one
+    entry of `few` rounds a row of few tokens alike in every bucket."""
 
-    few: Tile  # decoded tokens and verify windows
-    chunk: Tile  # prompt chunks
-    splits: tuple[tuple[int, int], ...] = ((2, 128), (8, 256), (NEVER, 1024))
-    """(rows of the bucket up to which it holds, KV cells of one work item of few tokens). Small batches need small
-    items to fill the device. One entry alone makes a row's rounding the same in every bucket."""
+    few: tuple[FewTokens, ...]
+    chunk: Tile
     max_splits: int = 32  # of one row of few tokens; a longer row gets longer splits, by doubling
     chunk_split: int = 1024  # fewest KV cells of one work item of a chunk
     chunk_items: int = 128  # a chunk row of fewer items than this (tiles x KV heads) is split as well
 
     def __post_init__(self) -> None:
-        lengths = (*(split for _, split in self.splits), self.chunk_split)
-        if any(n % t.keys for n in lengths for t in (self.few, self.chunk)):
-            raise ValueError(f"split lengths {lengths} must be multiples of the key blocks {self.few.keys} and"
-                             f" {self.chunk.keys}: choose lengths that are")
-        if self.splits[-1][0] != NEVER:
-            raise ValueError(f"splits {self.splits} end at buckets of {self.splits[-1][0]} rows: the last entry must"
-                             f" hold for any number, {NEVER}")
+        for split, tile in (*((f.split, f.tile) for f in self.few), (self.chunk_split, self.chunk)):
+            if split % tile.keys:
+                raise ValueError(f"splits of {split} cells are no multiple of the key block {tile.keys}: choose a"
+                                 " length that is")
+        if self.few[-1].most_rows != NEVER:
+            raise ValueError(f"the last entry of few holds up to {self.few[-1].most_rows} rows: it must hold for any"
+                             f" number, {NEVER}")
 
-    def split_for(self, n_rows: int) -> int:
-        """KV cells of one work item of few tokens, in a bucket of n_rows."""
-        return next(split for most, split in self.splits if n_rows <= most)
+    def few_for(self, n_rows: int) -> FewTokens:
+        """The entry for a bucket of n_rows."""
+        return next(f for f in self.few if n_rows <= f.most_rows)
+
+
+def few_tokens(tile: Tile, large: Tile | None = None) -> tuple[FewTokens, ...]:
+    """The usual splits; `large` is the tile of buckets above 64 rows."""
+    return (FewTokens(2, tile, 128), FewTokens(8, tile, 256), FewTokens(64, tile, 1024),
+            FewTokens(NEVER, large or tile, 1024))
 
 
 # Small enough that rows of a few dozen keys cross every boundary: blocks, splits, tiles.
-INTERPRETER = KernelConfig(Tile(16, 16, 1), Tile(64, 32, 1), splits=((NEVER, 32),), max_splits=4, chunk_split=64,
+INTERPRETER = KernelConfig((FewTokens(NEVER, Tile(16, 16, 1), 32),), Tile(64, 32, 1), max_splits=4, chunk_split=64,
                            chunk_items=8)
 
 # Key: padded head size, bytes of an element, family (90: sm_90 and sm_100; 80: the others from sm_80 on, whose
 # multiprocessors have as little as 99 KiB of shared memory). Measured on sm_90 with head size 128; see docs/kernels.md.
 _TABLE = {
-    (64, 2, 90): KernelConfig(Tile(64, 64, 3, 4, 3, 168), Tile(128, 64, 3, 8, 1, 168)),
-    (128, 2, 90): KernelConfig(Tile(64, 32, 3, 4, 3, 168), Tile(128, 64, 3, 8, 1, 168)),
-    (256, 2, 90): KernelConfig(Tile(64, 32, 2), Tile(64, 32, 3, programs=1)),
-    (64, 2, 80): KernelConfig(Tile(32, 64, 3), Tile(64, 64, 3)),
-    (128, 2, 80): KernelConfig(Tile(32, 32, 3), Tile(64, 32, 3)),
-    (256, 2, 80): KernelConfig(Tile(32, 16, 3), Tile(64, 16, 2)),
-    (64, 4, 80): KernelConfig(Tile(32, 32, 2), Tile(32, 32, 2)),
-    (128, 4, 80): KernelConfig(Tile(32, 16, 2), Tile(32, 16, 2)),
-    (256, 4, 80): KernelConfig(Tile(16, 16, 1), Tile(16, 16, 1)),
+    (64, 2, 90): KernelConfig(few_tokens(Tile(64, 64, 3, 4, 3, 168)), Tile(128, 64, 3, 8, 1, 168)),
+    (128, 2, 90): KernelConfig(few_tokens(Tile(64, 64, 3), Tile(64, 32, 3, 4, 3, 168)), Tile(128, 64, 3, 8, 1, 168)),
+    (256, 2, 90): KernelConfig(few_tokens(Tile(64, 32, 2)), Tile(64, 32, 3, programs=1)),
+    (64, 2, 80): KernelConfig(few_tokens(Tile(32, 64, 3)), Tile(64, 64, 3)),
+    (128, 2, 80): KernelConfig(few_tokens(Tile(32, 32, 3)), Tile(64, 32, 3)),
+    (256, 2, 80): KernelConfig(few_tokens(Tile(32, 16, 3)), Tile(64, 16, 2)),
+    (64, 4, 80): KernelConfig(few_tokens(Tile(32, 32, 2)), Tile(32, 32, 2)),
+    (128, 4, 80): KernelConfig(few_tokens(Tile(32, 16, 2)), Tile(32, 16, 2)),
+    (256, 4, 80): KernelConfig(few_tokens(Tile(16, 16, 1)), Tile(16, 16, 1)),
 }
 
 

@@ -32,7 +32,7 @@ class RaggedPlan:
     counts: torch.Tensor  # [4] int32: items of the two kinds, then their claims
     arrivals: torch.Tensor  # [items * Hkv] int32, by tile and KV head: splits that have arrived
     offset_few: int
-    config: KernelConfig
+    tiles: tuple[Tile, Tile]  # of chunks, of few tokens
     layer: LayerSpec  # the one it was made for
 
 
@@ -85,6 +85,7 @@ class TritonRagged:
     def metadata(self, step: RaggedStep, group: int, layer: LayerSpec) -> RaggedPlan:
         """Builds the list of work items on the device; one small launch."""
         config, n_rows, device = self.config_for(layer), step.q_len.numel(), step.q_len.device
+        few = config.few_for(n_rows)
         group_size = layer.n_heads // layer.n_kv_heads
         chunk_items, few_items = _capacities(n_rows, step.ids.numel(), layer, config)
         items = torch.empty(chunk_items + few_items, ITEM_WORDS, dtype=torch.int32, device=device)
@@ -93,10 +94,10 @@ class TritonRagged:
         plan_kernel[(n_rows,)](
             step.q_len, step.kv_len, step.cu_q, step.slots, items, counts, arrivals, n_rows, self.capacity(layer),
             chunk_items, ROWS=padded(n_rows), WINDOW=layer.window or 0, G=group_size, HEADS_KV=layer.n_kv_heads,
-            FEW=config.few.rows, CHUNK=config.chunk.rows, SPLIT=config.split_for(n_rows),
+            FEW=few.tile.rows, CHUNK=config.chunk.rows, SPLIT=few.split,
             MAX_SPLITS=config.max_splits, CHUNK_SPLIT=config.chunk_split, CHUNK_ITEMS=config.chunk_items,
             WORDS=ITEM_WORDS, num_warps=4)
-        return RaggedPlan(items, counts, arrivals, chunk_items, config, layer)
+        return RaggedPlan(items, counts, arrivals, chunk_items, (config.chunk, few.tile), layer)
 
     def attend(self, layer: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep,
                group: int, meta: object, sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -104,9 +105,9 @@ class TritonRagged:
             raise TypeError(f"attend needs the RaggedPlan of metadata(), not a {type(meta).__name__}")
         self._check(layer, meta.layer, q, k_cache, v_cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        # The chunks' programs start first and hold one place on each multiprocessor as long as they have work; the
-        # programs of few-token rows fill what is left, then take over. With nothing to do the first launch costs 1 us.
-        for kind, tile in enumerate((meta.config.chunk, meta.config.few)):
+        # The chunks' programs start first and keep their places as long as they have work; programs of few-token rows
+        # fill what is left of a multiprocessor, then all of it. A launch with nothing to do costs about 1 us.
+        for kind, tile in enumerate(meta.tiles):
             self._launch(kind, tile, out, layer, q, k_cache, v_cache, step, step.page_tables[group], meta, sinks)
         return out
 

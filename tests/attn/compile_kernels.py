@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from stretto.attn.tiles import KernelConfig, kernel_config, padded
+from stretto.attn.tiles import FewTokens, KernelConfig, Tile, kernel_config, padded
 from stretto.attn.triton_kernels import ITEM_WORDS, attend_kernel, plan_kernel
 
 ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -29,16 +29,16 @@ def build(kernel, pointers: dict[str, str], constants: dict, options: dict, arch
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).metadata.shared
 
 
-def build_plan(config: KernelConfig, window: int, arch: int) -> int:
+def build_plan(config: KernelConfig, few: FewTokens, window: int, arch: int) -> int:
     pointers = dict.fromkeys(("q_len", "kv_len", "cu_q", "slots", "items", "counts", "arrivals"), "*i32")
-    constants = dict(ROWS=128, WINDOW=window, G=4, HEADS_KV=8, FEW=config.few.rows, CHUNK=config.chunk.rows,
-                     SPLIT=config.split_for(128), MAX_SPLITS=config.max_splits, CHUNK_SPLIT=config.chunk_split,
+    constants = dict(ROWS=128, WINDOW=window, G=4, HEADS_KV=8, FEW=few.tile.rows, CHUNK=config.chunk.rows,
+                     SPLIT=few.split, MAX_SPLITS=config.max_splits, CHUNK_SPLIT=config.chunk_split,
                      CHUNK_ITEMS=config.chunk_items, WORDS=ITEM_WORDS)
     return build(plan_kernel, pointers, constants, {"num_warps": 4}, arch)
 
 
-def build_attend(kind: int, config: KernelConfig, args: argparse.Namespace) -> int:
-    tile, data = (config.chunk, config.few)[kind], "*" + args.dtype
+def build_attend(kind: int, tile: Tile, args: argparse.Namespace) -> int:
+    data = "*" + args.dtype
     pointers = dict(q=data, k_cache=data, v_cache=data, tables="*i32", items="*i32", counts="*i32", arrivals="*i32",
                     cu_q="*i32", out=data, partial_out="*fp32", partial_lse="*fp32", sinks=data)
     constants = dict(KIND=kind, WINDOW=args.window, SOFTCAP=args.softcap, SINKS=args.sinks, PAGE=16, G=4, HEADS_KV=8,
@@ -59,9 +59,12 @@ def main() -> None:
     parser.add_argument("--sinks", action="store_true")
     args = parser.parse_args()
     config = kernel_config(args.head_dim, ELEMENT[args.dtype], args.arch)
-    print(json.dumps({"plan": build_plan(config, args.window, args.arch)}))
-    for kind, name in enumerate(("chunk", "few")):
-        print(json.dumps({name: build_attend(kind, config, args)}))
+    for few in config.few:
+        print(json.dumps({"plan": build_plan(config, few, args.window, args.arch)}))
+    print(json.dumps({"chunk": build_attend(0, config.chunk, args)}))
+    for tile in {few.tile for few in config.few}:
+        shared = build_attend(1, tile, args)
+        print(json.dumps({f"few {tile.keys}": shared, f"few {tile.keys} of all programs": tile.programs * shared}))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from stretto.attn.tiles import kernel_config
-
 ROOT = Path(__file__).resolve().parents[2]
 KIB = 1024
 SHARED = {80: 99 * KIB, 90: 227 * KIB}  # of one program; the 80 family includes sm_86, sm_89 and sm_120
@@ -34,7 +32,7 @@ FULL = [pytest.param(*p, marks=pytest.mark.full) for p in itertools.product(
                          [(90, 128, "bf16", ()), (80, 80, "fp16", ("--window", "1024", "--sinks")), *FULL])
 def test_kernels_compile_and_fit_a_multiprocessor(arch, head_dim, dtype, options):
     shared = compile_kernels(arch, head_dim, dtype, *options)
-    assert set(shared) == {"plan", "chunk", "few"}
-    assert max(shared.values()) <= SHARED[arch]
-    few = kernel_config(head_dim, 4 if dtype == "fp32" else 2, arch).few
-    assert few.programs * (shared["few"] + KIB) <= 228 * KIB or arch == 80
+    assert {"plan", "chunk"} < set(shared)
+    assert max(v for k, v in shared.items() if "all" not in k) <= SHARED[arch]
+    if arch == 90:  # the programs that the table wants on a multiprocessor fit there, each with 1 KiB of its own
+        assert max(v for k, v in shared.items() if "all" in k) <= 225 * KIB

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.attn.api import LayerSpec
-from stretto.attn.tiles import INTERPRETER, KernelConfig, Tile, kernel_config
+from stretto.attn.tiles import INTERPRETER, FewTokens, KernelConfig, Tile, kernel_config
 from stretto.attn.triton_kernels import ITEM_WORDS
 from stretto.attn.triton_ragged import INTERPRETED, RaggedPlan, TritonRagged
 from stretto.wire import NEVER
@@ -143,6 +143,14 @@ def test_a_small_workspace_makes_longer_splits():
     check(case, workspace_bytes=room)
 
 
+def test_buckets_choose_tiles():
+    few = (FewTokens(6, Tile(16, 16, 1), 32), FewTokens(NEVER, Tile(32, 32, 1), 64))
+    config = dataclasses.replace(INTERPRETER, few=few)
+    assert [config.few_for(n) for n in (1, 6, 7, 999)] == [few[0], few[0], few[1], few[1]]
+    for pad_rows in (0, 4):  # buckets of 5 and of 9 rows
+        check(make_case(spec(window=60), KIT_Q, KIT_KV, pad_rows=pad_rows, device=DEVICE), config)
+
+
 def test_packed_projections_and_interleaved_caches():
     """Queries that are a slice of a fused projection; keys and values of a page side by side."""
     case = make_case(spec(), KIT_Q, KIT_KV, device=DEVICE)
@@ -218,7 +226,7 @@ def test_refusals_name_both_sides():
         backend.metadata(case.step, 0, spec(n_heads=65, n_kv_heads=1))
     with pytest.raises(ValueError, match=r"7\.5"):
         kernel_config(128, 2, 75)
-    with pytest.raises(ValueError, match="multiples of the key blocks 64 and 64"):
-        KernelConfig(Tile(16, 64, 2), Tile(64, 64, 2), splits=((NEVER, 96),))
-    with pytest.raises(ValueError, match="buckets of 8 rows"):
-        KernelConfig(Tile(16, 64, 2), Tile(64, 64, 2), splits=((8, 128),))
+    with pytest.raises(ValueError, match="96 cells are no multiple of the key block 64"):
+        KernelConfig((FewTokens(NEVER, Tile(16, 64, 2), 96),), Tile(64, 64, 2))
+    with pytest.raises(ValueError, match="up to 8 rows"):
+        KernelConfig((FewTokens(8, Tile(16, 64, 2), 128),), Tile(64, 64, 2))
