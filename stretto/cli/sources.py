@@ -42,6 +42,8 @@ def _switch(flag: str) -> Alias:
     return Alias(flag, takes_value=False)
 
 
+DRAFT_MODEL = "--speculation's model"  # stands for their own flag until it is joined with the drafter's name
+
 ALIASES: Mapping[str, Alias] = {
     # SGLang
     "--model-path": Alias("--model"),
@@ -58,6 +60,7 @@ ALIASES: Mapping[str, Alias] = {
     "--disable-overlap-schedule": _switch("--no-overlap"),
     "--disable-radix-cache": _switch("--no-prefix-caching"),
     "--speculative-algorithm": Alias("--speculation"),
+    "--speculative-draft-model-path": Alias(DRAFT_MODEL),
     "--speculative-num-draft-tokens": Alias("--speculation-tokens"),
     # vLLM
     "--block-size": Alias("--page-size"),
@@ -82,7 +85,6 @@ REFUSED: Mapping[str, str] = {
     "--data-parallel-size": "start one server for each replica and a router in front",
     "--dp-size": "start one server for each replica and a router in front",
     "--no-enable-chunked-prefill": "prompts are always fed in chunks; --chunk-size may be as large as a step",
-    "--speculative-draft-model-path": "name the draft model in --speculation",
     "--speculative-eagle-topk": "drafts are chains, not trees",
     "--enable-streaming-session": "there are no sessions yet; common beginnings are shared by --prefix-caching",
 }
@@ -128,21 +130,33 @@ Pair = tuple[str, str | None]  # a flag of ours, and its value where it takes on
 
 def translate_tokens(tokens: Sequence[str], notes: list[str]) -> list[str]:
     """The command line with other engines' flags replaced by ours. What was replaced is added to `notes`."""
-    ours: list[str] = []
+    ours: list[Pair] = []
     rest = iter(tokens)
     for token in rest:
         if token == "--":
-            return [*ours, token, *rest]
+            ours += [(token, None), *((left, None) for left in rest)]
+            break
         flag, equals, value = token.partition("=")
         if _takes_value(flag) and not equals:
             value = next(rest, "")
         pairs = translate(flag, value, notes)
-        ours += [token] if pairs is None else [part for pair in pairs for part in pair if part is not None]
-    return ours
+        ours += [(token, None)] if pairs is None else pairs
+    return [part for pair in _join_drafter(ours) for part in pair if part is not None]
 
 
 def _takes_value(flag: str) -> bool:
     return flag == "--speculative-config" or (flag in ALIASES and ALIASES[flag].takes_value)
+
+
+def _join_drafter(pairs: list[Pair]) -> list[Pair]:
+    """Theirs name a drafter and its model in two flags, ours in one: "eagle3" and "owner/model" become
+    "eagle3:owner/model"; a model alone says itself what it is."""
+    model = next((value for flag, value in pairs if flag == DRAFT_MODEL), None)
+    if model is None:
+        return pairs
+    name = next((value for flag, value in pairs if flag == "--speculation"), None)
+    others = [pair for pair in pairs if pair[0] not in (DRAFT_MODEL, "--speculation")]
+    return [*others, ("--speculation", f"{name}:{model}" if name else model)]
 
 
 def translate(flag: str, value: str, notes: list[str]) -> list[Pair] | None:
@@ -162,8 +176,15 @@ def translate(flag: str, value: str, notes: list[str]) -> list[Pair] | None:
         value = value.lower()
     alias = ALIASES[flag]
     pair = (alias.flag, value if alias.takes_value else None)
-    notes.append(f"{flag} is read as {' '.join(part for part in pair if part is not None)}")
+    notes.append(f"{flag} is read as {_told(pair)}")
     return [pair]
+
+
+def _told(pair: Pair) -> str:
+    flag, value = pair
+    if flag == DRAFT_MODEL:
+        return f"the model in --speculation NAME:{value}"
+    return flag if value is None else f"{flag} {value}"
 
 
 def _speculative_config(value: str, notes: list[str]) -> list[Pair]:
@@ -172,12 +193,13 @@ def _speculative_config(value: str, notes: list[str]) -> list[Pair]:
         given = json.loads(value)
     except ValueError as e:
         raise UsageError(f"--speculative-config is not JSON ({e}); use --speculation and --speculation-tokens") from e
-    known = {"method": "--speculation", "num_speculative_tokens": "--speculation-tokens"}
+    known = {"method": "--speculation", "model": DRAFT_MODEL, "num_speculative_tokens": "--speculation-tokens"}
     if not isinstance(given, dict) or (unknown := sorted(given.keys() - known.keys())):
         what = f"has {', '.join(unknown)}" if isinstance(given, dict) else f"is {value}"
-        raise UsageError(f"--speculative-config {what}; it is an object that may hold {' and '.join(known)}")
+        raise UsageError(f"--speculative-config {what}; it is an object that may hold {', '.join(known)}")
     pairs: list[Pair] = [(flag, str(given[key])) for key, flag in known.items() if key in given]
-    notes.append(f"--speculative-config is read as {' '.join(f'{flag} {text}' for flag, text in pairs)}")
+    pairs = _join_drafter(pairs)
+    notes.append(f"--speculative-config is read as {' '.join(_told(pair) for pair in pairs)}")
     return pairs
 
 
@@ -218,6 +240,9 @@ def read_file(path: Path, notes: list[str]) -> dict[str, object]:
             if name in found:
                 raise UsageError(f"{path} sets {name} twice")
             found[name] = translated
+    model = found.pop(DRAFT_MODEL, None)
+    if model is not None:
+        found["speculation"] = f"{found['speculation']}:{model}" if "speculation" in found else model
     return found
 
 
@@ -239,6 +264,8 @@ def _file_entry(path: Path, key: str, value: object, notes: list[str]) -> list[t
 def _as_setting(flag: str, value: str | None) -> tuple[str, object]:
     """A switch of ours becomes a truth value: "--no-overlap" sets overlap to false."""
     name = flag.removeprefix("--")
+    if flag == DRAFT_MODEL:
+        return flag, value
     if value is not None:
         return name.replace("-", "_"), value
     return name.removeprefix("no-").replace("-", "_"), not name.startswith("no-")

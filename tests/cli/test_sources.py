@@ -8,6 +8,7 @@ import pytest
 
 from stretto.cli.sources import (
     ALIASES,
+    DRAFT_MODEL,
     REFUSED,
     UsageError,
     gather,
@@ -28,6 +29,8 @@ KNOWN_FLAGS = {"--" + name.replace("_", "-") for name in setting_names()}
     ("--speculative-num-draft-tokens 8", "--speculation-tokens 7"),
     ("--enable-prefix-caching", "--prefix-caching"), ("--no-enable-prefix-caching", "--no-prefix-caching"),
     ("--async-scheduling", "--overlap"), ("--block-size 64", "--page-size 64"), ("-tp 2", "--tensor-parallel-size 2"),
+    ("--speculative-algorithm EAGLE3 --speculative-draft-model-path a/b", "--speculation eagle3:a/b"),
+    ("--speculative-draft-model-path=a/b --speculative-num-draft-tokens=3", "--speculation-tokens 2 --speculation a/b"),
     ("--enable-chunked-prefill", ""), ("--max-num-seqs 3", "--max-num-seqs 3"),
 ])
 def test_other_engines_flags(theirs: str, ours: str):
@@ -39,6 +42,8 @@ def test_other_engines_flags(theirs: str, ours: str):
 def test_speculative_config():
     tokens = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
     assert translate_tokens(tokens, []) == ["--speculation", "ngram", "--speculation-tokens", "3"]
+    tokens[1] = '{"method": "eagle3", "model": "a/b"}'
+    assert translate_tokens(tokens, []) == ["--speculation", "eagle3:a/b"]
     for bad in ("{", "[]", '{"method": "ngram", "draft_model": "x"}'):
         with pytest.raises(UsageError, match="--speculative-config"):
             translate_tokens(["--speculative-config", bad], [])
@@ -46,7 +51,7 @@ def test_speculative_config():
 
 def test_every_alias_leads_to_a_setting():
     for theirs, alias in ALIASES.items():
-        assert alias.flag in KNOWN_FLAGS or "--" + alias.flag.removeprefix("--no-") in KNOWN_FLAGS, theirs
+        assert alias.flag in {DRAFT_MODEL, *KNOWN_FLAGS, *(f"--no-{flag[2:]}" for flag in KNOWN_FLAGS)}, theirs
         assert theirs not in KNOWN_FLAGS, f"{theirs} is a setting of ours"
     assert not set(REFUSED) & (set(ALIASES) | KNOWN_FLAGS)
 
@@ -96,6 +101,8 @@ def test_file(tmp_path: Path):
                                       "api_key": ["a", "b"], "mixed_chunk": True}
     assert notes == ["--enable-mixed-chunk is read as --mixed-chunk"]
     assert read_file(write(tmp_path, ""), []) == {}
+    theirs = "speculative-draft-model-path: a/b\nspeculative-algorithm: EAGLE3\n"
+    assert read_file(write(tmp_path, theirs), []) == {"speculation": "eagle3:a/b"}
 
 
 @pytest.mark.parametrize(("text", "message"), [
