@@ -102,9 +102,9 @@ class SpeculationSection:
     """Speculative decoding."""
 
     speculation: str = "off"
-    """off, or a drafter: its name, then its settings after a colon where it has any."""
+    """off, a drafter (ngram, suffix, eagle3:MODEL ...), or a draft model that says itself what it is."""
     speculation_tokens: int | None = None
-    """Most draft tokens of a sequence in a step. Default: the drafter's width, at most 4."""
+    """Most draft tokens of a sequence in a step. Default: 4, or all that a drafter proposes in one pass."""
 
 
 @dataclass(frozen=True)
