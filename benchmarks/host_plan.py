@@ -15,9 +15,9 @@ from collections import deque
 
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
-from stretto.host.results import TextDelta
 from stretto.params import SamplingParams
 from stretto.protocol import Request
+from stretto.text.stream import TextDelta
 from stretto.wire import Int, RowResult, StepPlan, StepResult
 
 

@@ -13,10 +13,10 @@ from dataclasses import replace as replaced
 
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
-from stretto.host.results import TextDelta
 from stretto.host.share import share_budget
 from stretto.params import SamplingParams
 from stretto.protocol import Output, Request, RequestError, TokenLogprob
+from stretto.text.stream import TextDelta
 from stretto.wire import StepResult
 from tests.host.fake_device import EOS, VOCAB, DeviceWorld, FakeDevice, mix, next_token, prefix_hashes, score
 
