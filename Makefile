@@ -23,6 +23,8 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stretto-setup
+# With progress bars on a terminal, silent elsewhere.
+PIP_INSTALL = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install $$([ -t 1 ] || echo --quiet)
 RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
 .PHONY: help setup serve test test-all check lint docs format clean
@@ -43,13 +45,13 @@ $(STAMP): pyproject.toml Makefile .ci/find-python
 	  "$$python" -m venv $(VENV); \
 	fi
 	@echo "setup: $(TORCH) (a large download the first time)"
-	@$(BIN)/python -m pip install --quiet $(TORCH)
+	@$(PIP_INSTALL) $(TORCH)
 	@if [ "$$(uname -s)" = Linux ]; then \
 	  $(BIN)/python -c 'import importlib.metadata as m; m.version("triton")' 2>/dev/null \
-	    || $(BIN)/python -m pip install --quiet $(TRITON); \
+	    || $(PIP_INSTALL) $(TRITON); \
 	fi
 	@echo "setup: stretto and its development tools"
-	@$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $(STAMP)
 	@echo "setup: ready"
 
