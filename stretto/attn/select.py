@@ -19,7 +19,7 @@ def choose_backend(layers: Sequence[LayerSpec], page_size: int, device: torch.de
     if device.type == "cuda":
         from stretto.attn.triton_ragged import TritonRagged  # imports triton, which CPU installations may lack
 
-        name, backend = "triton", TritonRagged()
+        name, backend = "triton", TritonRagged(device, dtype)
     else:
         name, backend = "torch", TorchRagged()
     refusals = check(attention_features(layers, page_size, device.type, graphs=False),

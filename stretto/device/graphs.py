@@ -40,7 +40,7 @@ def bucketed(shape: StepShape) -> StepShape:
                    logits=max(rows, bucket_of(shape.logits)))
 
 
-def may_capture(shape: StepShape) -> bool:
+def is_usual(shape: StepShape) -> bool:
     """False for features that are rare and would multiply the graphs."""
     return not (shape.penalised or shape.biased or shape.min_tokens or shape.scores_prompt or shape.alternatives >= 0)
 
@@ -60,6 +60,7 @@ class GraphExecutor:
         self.graphs: dict[StepShape, Captured] = {}
         self.seen: set[StepShape] = set()
         self.pool = torch.cuda.graph_pool_handle()
+        self.capture_everything = False  # also what is rare
         self.replays = self.eager_steps = 0
         self.capture_seconds = 0.0
 
@@ -80,7 +81,8 @@ class GraphExecutor:
 
     def _worth_it(self, bucket: StepShape) -> bool:
         assert bucket.tokens is not None
-        return may_capture(bucket) and bucket.tokens <= self.largest_tokens and self.runner.backend.caps.graphs
+        capable = self.runner.backend.caps.graphs and getattr(self.runner.model, "graphs", False)
+        return capable and (self.capture_everything or is_usual(bucket)) and bucket.tokens <= self.largest_tokens
 
     @staticmethod
     def _padded(rows: torch.Tensor, n: int) -> torch.Tensor:
@@ -94,7 +96,8 @@ class GraphExecutor:
         rows = torch.zeros(bucket.rows, 3, dtype=torch.int32, device=self.runner.model.device)
         self.runner.run(rows, bucket)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.current_stream()):
+        with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.current_stream(),
+                              capture_error_mode="thread_local"):
             body = self.runner.run(rows, bucket)
         self.graphs[bucket] = captured = Captured(graph, rows, body)
         self.capture_seconds += time.perf_counter() - started

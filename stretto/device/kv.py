@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from stretto.attn.api import GroupSpec, LayerSpec
+from stretto.ops.kv_write import write_kv
 
 POISON = 3e4  # finite in every KV dtype, far from any real key or value
 
@@ -45,6 +46,9 @@ class KVCache:
 
     def write(self, layer: int, cells: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """k, v [T, Hkv, D] into `cells` [T] (page * page_size + offset); padding tokens write to the null page."""
+        if k.is_cuda:
+            write_kv(k, v, self.k[layer], self.v[layer], cells)
+            return
         self.k[layer].flatten(0, 1).index_copy_(0, cells, k.to(self.dtype))
         self.v[layer].flatten(0, 1).index_copy_(0, cells, v.to(self.dtype))
 

@@ -66,7 +66,7 @@ class Runner:
         self._before(on_host)
         on_device = torch.from_numpy(packed).to(self.model.device, non_blocking=True)
         plan: PackedPlan[torch.Tensor] = split_plan(packed[:HEADER], on_device)
-        self.table.apply(plan, self.pages)
+        self.table.apply(plan, on_host, self.pages)
         self.drafting.seat(plan.seats)
         if not len(plan.rows):
             return StepOutput(ResultLayout(0, 1, 0).header(plan.seq), on_device[:0])

@@ -11,6 +11,7 @@ Slot 0 belongs to nobody: it is always done, and masked writes of a padded step 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from stretto.device.kv import Paged
@@ -32,8 +33,8 @@ class SlotTable:
         self.stops = torch.full((n_slots, MAX_STOP_IDS), NO_TOKEN, dtype=torch.int32, device=device)
         self.bias_ids = torch.zeros(n_slots, 0, dtype=torch.int64, device=device)
         self.bias_values = torch.zeros(n_slots, 0, dtype=torch.float32, device=device)
-        self.page_tables = tuple(
-            torch.full((n_slots, pages), NULL_PAGE, dtype=torch.int32, device=device) for _ in range(n_groups))
+        self.tables = torch.full((n_groups, n_slots, pages), NULL_PAGE, dtype=torch.int32, device=device)
+        self.page_tables = self.tables.unbind(0)  # one a group
         self.ints[Int.DONE] = 1
         self.ints[Int.EPOCH] = -1
 
@@ -62,39 +63,38 @@ class SlotTable:
         return self.reals[name][slots]
 
     # ------------------------------------------------------------------------------------------------- operations
-    def apply(self, plan: PackedPlan[torch.Tensor], kv: Paged) -> None:
-        """Executes releases, seats, maps, page operations and host drafts, in this order. Tensors on this device."""
+    def apply(self, plan: PackedPlan[torch.Tensor], on_host: PackedPlan[np.ndarray], kv: Paged) -> None:
+        """Executes releases, seats, maps, page operations and host drafts, in this order. `plan` is on this device;
+        `on_host` is the same plan, from which sizes are read without waiting for the device."""
         if len(plan.releases):
             slots = plan.releases.long()
-            self.ints[Int.DONE, slots] = 1
-            self.ints[Int.EPOCH, slots] = -1
+            self.ints[Int.DONE].index_fill_(0, slots, 1)
+            self.ints[Int.EPOCH].index_fill_(0, slots, -1)
         if len(plan.seats):
             self._seat(plan)
         if len(plan.maps):
-            for group, table in enumerate(self.page_tables):
-                of_group = plan.maps if len(self.page_tables) == 1 else plan.maps[plan.maps[:, 1] == group]
-                table[of_group[:, 0].long(), of_group[:, 2].long()] = of_group[:, 3]
+            slot, group, index = plan.maps[:, :3].long().unbind(1)
+            self.tables[group, slot, index] = plan.maps[:, 3]
         if len(plan.page_ops):
-            self._page_ops(plan, kv)
-        if len(plan.draft_heads):
-            self._host_drafts(plan)
+            self._page_ops(on_host, kv)
+        if len(plan.draft_ids):
+            self._host_drafts(plan.draft_heads, plan.draft_ids, int(on_host.draft_heads[:, 3].max()))
 
     def _seat(self, plan: PackedPlan[torch.Tensor]) -> None:
         seats = plan.seats
         slots = seats[:, 0].long()
         self.ints[:, slots] = seats[:, 4 : 4 + N_INT].T
         self.reals[:, slots] = seats[:, 4 + N_INT :].contiguous().view(torch.float32).T
-        fresh = slots[seats[:, 1] != 0] if self.device.type == "cpu" else torch.where(seats[:, 1] != 0, slots, 0)
-        for table in self.page_tables:
-            table[fresh] = NULL_PAGE
+        fresh = torch.where(seats[:, 1] != 0, slots, 0)  # the tables of slot 0 are null pages anyway
+        self.tables.index_fill_(1, fresh, NULL_PAGE)
         self.log[plan.log_cells[:, 0].long(), plan.log_cells[:, 1].long()] = plan.log_cells[:, 2]
-        self.stops[slots] = NO_TOKEN
+        self.stops.index_fill_(0, slots, NO_TOKEN)
         if len(plan.stops):
             self.stops[plan.stops[:, 0].long(), plan.stops[:, 1].long()] = plan.stops[:, 2]
         self._seat_biases(slots, plan.biases)
 
     def _seat_biases(self, slots: torch.Tensor, biases: torch.Tensor) -> None:
-        self.bias_values[slots] = 0.0
+        self.bias_values.index_fill_(0, slots, 0.0)
         if not len(biases):
             return
         self.bias_ids[biases[:, 0].long(), biases[:, 1].long()] = biases[:, 2].long()
@@ -107,31 +107,38 @@ class SlotTable:
             self.bias_ids = torch.nn.functional.pad(self.bias_ids, (0, more))
             self.bias_values = torch.nn.functional.pad(self.bias_values, (0, more))
 
-    def _page_ops(self, plan: PackedPlan[torch.Tensor], kv: Paged) -> None:
-        for kind, group, source, target in plan.page_ops.tolist():
+    def _page_ops(self, on_host: PackedPlan[np.ndarray], kv: Paged) -> None:
+        for kind, group, source, target in on_host.page_ops.tolist():
             if kind == PageOp.COPY:
                 kv.copy_page(group, source, target)
             else:
                 kv.poison_page(group, target)
 
-    def _host_drafts(self, plan: PackedPlan[torch.Tensor]) -> None:
-        """A host proposal is late: where the ids confirmed since agree with its first ones, its rest is offered."""
-        start = 0
-        ids = plan.draft_ids
-        for slot, epoch, at, count in plan.draft_heads.tolist():
-            proposal = ids[start : start + count]
-            start += count
-            length, known, limit = (int(self.ints[c, slot]) for c in (Int.LEN, Int.KNOWN, Int.LIMIT))
-            behind = known - at
-            live = int(self.ints[Int.EPOCH, slot]) == epoch and not int(self.ints[Int.DONE, slot])
-            if not live or known - length != 1 or not 0 <= behind < count:
-                continue
-            if not torch.equal(proposal[:behind], self.log[slot, at:known]):
-                continue
-            width = min(count - behind, int(self.ints[Int.SPECULATION, slot]), limit - 1 - known)
-            if width > 0:
-                self.log[slot, known : known + width] = proposal[behind : behind + width]
-                self.ints[Int.NDRAFT, slot] = width
+    def _host_drafts(self, heads: torch.Tensor, ids: torch.Tensor, longest: int) -> None:
+        """A host proposal is late: where the ids confirmed since agree with its first ones, its rest is offered.
+
+        heads [D, 4]: slot, epoch, at, count; ids: all proposals, one after another; `longest`: the largest count.
+
+            proposal         | agrees with the log | offered, cut to the room |
+            log          ... at                  known                      limit - 1
+        """
+        slots, at, count = heads[:, 0].long(), heads[:, 2], heads[:, 3]
+        known, limit, column = self.known[slots], self.ints[Int.LIMIT][slots], self.ints[:, slots]
+        behind = known - at
+        offsets = torch.arange(longest, device=self.device)
+        start = torch.cumsum(count, 0) - count
+        proposal = ids[(start[:, None] + offsets).clamp_(max=len(ids) - 1)]
+        confirmed = self.log[slots[:, None], (at[:, None] + offsets).clamp_(0, self.context - 1)]
+        agrees = ((proposal == confirmed) | (offsets >= behind[:, None])).all(1)
+        live = (column[Int.EPOCH] == heads[:, 1]) & (column[Int.DONE] == 0) & (known - column[Int.LEN] == 1)
+        room = torch.minimum(limit - 1 - known, column[Int.SPECULATION])
+        width = torch.where(live & agrees & (behind >= 0), torch.minimum(count - behind, room), 0).clamp_(min=0)
+        rest = proposal.gather(1, (behind.long()[:, None] + offsets).clamp_(0, longest - 1))
+        written = offsets < width[:, None]
+        row = torch.where(written, slots[:, None], 0)
+        self.log[row, torch.where(written, known[:, None] + offsets, 0)] = rest
+        self.ints[Int.NDRAFT, torch.where(width > 0, slots, 0)] = width
+        self.ints[Int.NDRAFT, 0] = 0
 
     # ------------------------------------------------------------------------------------------------ after verify
     def commit(self, slots: torch.Tensor, outcome: Commit) -> None:

@@ -14,13 +14,18 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from stretto.device.graphs import GraphExecutor
 from stretto.device.record import StepOutput
 from stretto.device.runner import Runner
+from stretto.sample.features import StepShape
+
+LARGEST_GRAPH = 4096  # packed tokens; above it kernels run so long that launching them one by one costs nothing
 
 
 class DeviceHalf(Protocol):
@@ -32,6 +37,10 @@ class DeviceHalf(Protocol):
 
     def collect(self) -> np.ndarray:
         """The oldest result not yet collected; waits for it. Raises what the step raised."""
+        ...
+
+    def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
+        """Prepares steps of these shapes, where there is something to prepare. Before the first launch."""
         ...
 
     def close(self) -> None: ...
@@ -50,6 +59,9 @@ class InlineDevice:
 
     def collect(self) -> np.ndarray:
         return self.results.popleft()
+
+    def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
+        """Nothing: there are no graphs on a CPU."""
 
     def close(self) -> None:
         self.results.clear()
@@ -84,6 +96,9 @@ class ThreadDevice:
             raise result
         return result
 
+    def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
+        """Nothing: there are no graphs on a CPU."""
+
     def close(self) -> None:
         self.plans.put(None)
         self.thread.join(timeout=60)
@@ -92,11 +107,18 @@ class ThreadDevice:
 class CudaDevice:
     """Enqueues steps on one stream and copies results to pinned memory on another, each behind an event."""
 
-    def __init__(self, runner: Runner, device: torch.device):
+    def __init__(self, runner: Runner, device: torch.device, graphs: bool = True):
         self.runner = runner
         self.steps, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.steps.wait_stream(torch.cuda.current_stream(device))  # weights and tables were written there
+        self.graphs = GraphExecutor(runner, LARGEST_GRAPH)
+        if graphs:
+            runner.execute = self.graphs
         self.in_flight: deque[tuple[StepOutput, torch.Tensor, torch.Tensor, torch.cuda.Event]] = deque()
+
+    def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
+        with torch.cuda.stream(self.steps), torch.inference_mode():
+            self.graphs.warm_up(shapes, progress)
 
     def launch(self, packed: np.ndarray) -> None:
         pinned = torch.from_numpy(packed).pin_memory()

@@ -30,6 +30,7 @@ from stretto.config import (
     Resolved,
     resolve,
 )
+from stretto.device.graphs import usual_shapes
 from stretto.device.kv import KVCache, group_layers
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
@@ -137,8 +138,14 @@ def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCo
     limits = host_limits(resolved, eos_ids(prepared, tokenizer), _host_drafter(prepared))
     host = HostHalf(limits, text_streams(tokenizer))
     clock.lap("KV cache")
+    device_half = make_device(runner, overlap=resolved.depth > 0)
+    if device.type == "cuda":
+        width = resolved.speculation_tokens
+        shapes = usual_shapes(resolved.max_num_seqs, 1 + width, width)
+        device_half.warm_up(shapes, partial(progress, "graphs") if progress else None)
+        clock.lap("graphs")
     info = _info(prepared, model, backend, host, tokenizer, timings)
-    return EngineCore(host, make_device(runner, overlap=resolved.depth > 0), info, resolved.depth)
+    return EngineCore(host, device_half, info, resolved.depth)
 
 
 class _Clock:

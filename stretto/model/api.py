@@ -21,6 +21,7 @@ class CausalModel(Protocol):
     layers: tuple[LayerSpec, ...]
     dtype: torch.dtype
     device: torch.device
+    graphs: bool  # forward and logits may be captured in a CUDA graph; a model without the attribute may not
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend,
                 taps: dict[str, torch.Tensor] | None = None) -> torch.Tensor:

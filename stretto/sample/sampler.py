@@ -74,5 +74,5 @@ def _kept(scaled: torch.Tensor, best: torch.Tensor, where: Positions) -> tuple[t
     by_mass = (mass - probability < top_p) | (top_p >= 1)
     floor = best[:, :1] + where.real(Real.MIN_P)[:, None].log()  # log 0 = -inf: off
     keep = by_rank & by_mass & (best >= floor)
-    complete = (limit <= n) | ~keep[:, -1] | torch.tensor(n == scaled.shape[1], device=best.device)
-    return keep, complete
+    complete = (limit <= n) | ~keep[:, -1]
+    return keep, torch.ones_like(complete) if n == scaled.shape[1] else complete
