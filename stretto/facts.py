@@ -15,12 +15,11 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig
 
 from stretto.attn.api import LayerSpec
 from stretto.config import DeviceFacts, DrafterFacts, Facts, KVGroupFacts, ModelFacts
 from stretto.device.kv import bytes_per_token, group_layers
-from stretto.model.config import ModelConfig, architecture_of, read_config
+from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config
 from stretto.model.gguf import GGUFSource, gguf_config
 from stretto.model.registry import find_builder
 from stretto.model.source import SafetensorsSource, WeightSource
@@ -113,17 +112,28 @@ def _native_facts(path: Path, config: ModelConfig, source: WeightSource,
 
 def _fallback_facts(path: Path, source: WeightSource, generation: Mapping[str, Any] | None) -> ModelFacts:
     """From what transformers reads out of config.json; it gives common names to what models call differently."""
-    config = AutoConfig.from_pretrained(path).get_text_config()
+    from transformers import AutoConfig  # takes long to import, and native models do without
+
+    try:
+        whole = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, OSError) as e:
+        raise ConfigError(f"transformers cannot read the config in {path}: {e}") from e
+    config = whole.get_text_config()
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+    missing = [key for key in needed if getattr(config, key, None) is None]
+    if missing:
+        raise ConfigError(f"{path}: a model of type {whole.model_type!r} has no {', '.join(missing)} in its config; "
+                          "such models are not served")
     heads, hidden = config.num_attention_heads, config.hidden_size
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     layers = [LayerSpec(heads, kv_heads, head_dim, 1.0, window) for window in _fallback_windows(config)]
     return ModelFacts(
-        name=model_name(path), architecture=(config.architectures or [config.model_type])[0],
+        name=model_name(path), architecture=(whole.architectures or [whole.model_type])[0],
         n_layers=config.num_hidden_layers, hidden_size=hidden,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden, vocab_size=config.vocab_size,
         context=config.max_position_embeddings, parameters=count_parameters(source),
-        dtype=str(config.dtype or "float32").removeprefix("torch."), kv_groups=kv_groups(layers),
+        dtype=str(whole.dtype or "float32").removeprefix("torch."), kv_groups=kv_groups(layers),
         sampling_defaults=sampling_defaults(generation))
 
 
