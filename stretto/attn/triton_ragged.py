@@ -104,6 +104,9 @@ class TritonRagged:
         if not isinstance(meta, RaggedPlan):
             raise TypeError(f"attend needs the RaggedPlan of metadata(), not a {type(meta).__name__}")
         self._check(layer, meta.layer, q, k_cache, v_cache)
+        if layer.has_sinks != (sinks is not None):
+            raise ValueError(f"the layer has {'' if layer.has_sinks else 'no '}sinks, but the call brings"
+                             f" {'none' if sinks is None else 'some'}")
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         # The chunks' programs start first and keep their places as long as they have work; programs of few-token rows
         # fill what is left of a multiprocessor, then all of it. A launch with nothing to do costs about 1 us.

@@ -220,6 +220,8 @@ def test_refusals_name_both_sides():
         backend.attend(spec(window=5), case.q, *rest)
     with pytest.raises(ValueError, match="contiguous"):
         backend.attend(case.layer, case.q.transpose(1, 2).contiguous().transpose(1, 2), *rest)
+    with pytest.raises(ValueError, match="the layer has sinks, but the call brings none"):
+        backend.attend(spec(has_sinks=True), case.q, *rest)
     with pytest.raises(TypeError, match="not a list"):
         backend.attend(case.layer, case.q, case.k_cache, case.v_cache, case.step, 0, [])
     with pytest.raises(ValueError, match="65 query heads share a KV head"):
