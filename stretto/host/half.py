@@ -46,7 +46,7 @@ class HostHalf:
         self.results = Results(limits, self.ledger, self.slots, self.queue, self._live, self._intake, self.sessions,
                                self._ops, self.counters)
         self.planner = Planner(limits, self.ledger, self.slots, self.queue, self._ops, self.counters,
-                               self.sessions.reclaim, self._expire)
+                               self.sessions.reclaim, self._expire, self._quarantine)
         self._unsent: list[Output] = []  # of turns that ended while a step was planned
 
     def submit(self, request: Request) -> None:
@@ -93,6 +93,9 @@ class HostHalf:
 
     def _expire(self, turn: Turn) -> None:
         self._unsent += self.results.expire(turn)
+
+    def _quarantine(self, turn: Turn, cause: Exception) -> None:
+        self._unsent += self.results.quarantine(turn, cause)
 
     @property
     def has_work(self) -> bool:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from stretto.host.counters import Counters
 from stretto.host.faults import need
 from stretto.host.ledger import Ledger, Reservation
-from stretto.host.limits import HostLimits
+from stretto.host.limits import HostDrafter, HostLimits
 from stretto.host.ops import Ops
 from stretto.host.queue import Queue
 from stretto.host.share import share_budget
@@ -39,14 +39,15 @@ class Row(NamedTuple):
 
 
 class Planner:
-    """`reclaim_idle` takes the pages of one idle session and says whether it found one; `expire` ends a turn that the
-    pool cannot hold any longer."""
+    """`reclaim_idle` takes the pages of one idle session and says whether it found one. `expire` ends a turn that the
+    pool cannot hold any longer, `quarantine` one whose books are broken or whose drafter fails (strict: it raises)."""
 
     def __init__(self, limits: HostLimits, ledger: Ledger, slots: Slots, queue: Queue, ops: Ops, counters: Counters,
-                 reclaim_idle: Callable[[], bool], expire: Callable[[Turn], None]):
+                 reclaim_idle: Callable[[], bool], expire: Callable[[Turn], None],
+                 quarantine: Callable[[Turn, Exception], None]):
         self._limits, self._ledger, self._slots, self._queue = limits, ledger, slots, queue
         self._ops, self._counters = ops, counters
-        self._reclaim_idle, self._expire = reclaim_idle, expire
+        self._reclaim_idle, self._expire, self._quarantine = reclaim_idle, expire, quarantine
         self._seq = 0
         self._chunk_step_last = False
         self._refused: tuple[Turn, int, int] | None = None  # the head that found no room, and when
@@ -162,12 +163,31 @@ class Planner:
             for turn, cap in wanted:
                 if turn.slot < 0:
                     continue  # retracted for an earlier row
-                reservation = self._reserve_or_retract(turn, cap, rows)
-                if reservation is not None:
-                    if reservation.mapped:
-                        self._ops.map(turn.slot, reservation.mapped)
-                    rows[turn] = Row(turn, reservation, is_chunk)
+                try:
+                    reservation = self._reserve_or_retract(turn, cap, rows)
+                    if reservation is not None:
+                        self._prepare(turn, reservation, is_chunk)
+                        rows[turn] = Row(turn, reservation, is_chunk)
+                except Exception as cause:  # whatever it is, it is of this request
+                    self._quarantine(turn, cause)
         return list(rows.values())
+
+    def _prepare(self, turn: Turn, reservation: Reservation, is_chunk: bool) -> None:
+        if reservation.mapped:
+            self._ops.map(turn.slot, reservation.mapped)
+        if self._limits.drafter is not None and not is_chunk:
+            self._propose(self._limits.drafter, turn)
+
+    def _propose(self, drafter: HostDrafter, turn: Turn) -> None:
+        """A proposal of the host arrives behind up to `depth` steps of K + 1 ids: it must be that much longer."""
+        width = turn.job.width
+        if not width or len(turn.tokens) == turn.job.prompt:
+            return
+        longest = width + (width + 1) * self._limits.depth
+        ids = drafter(turn.tokens, longest)[:longest]
+        if ids:
+            self._counters.host_drafts += 1
+            self._ops.draft(HostDraft(turn.slot, turn.epoch, len(turn.tokens), ids))
 
     def _reserve_or_retract(self, turn: Turn, cap: int, rows: dict[Turn, Row]) -> Reservation | None:
         """None where the turn itself gave way, waits for a step in flight, or ended for want of pages."""
@@ -237,28 +257,10 @@ class Planner:
             wire_rows.append((turn.slot, turn.epoch, reservation.q_cap))
         need(planned <= self._limits.budget, f"a step of {planned} tokens; the budget is {self._limits.budget}")
         self._count(rows, planned)
-        width = 0
-        if self._limits.drafter is not None:
-            self._propose(rows)
-        else:
-            width = max(row.turn.job.width for row in rows)
+        width = max(row.turn.job.width for row in rows) if self._limits.drafter is None else 0
         plan = self._ops.take(self._seq, width, wire_rows)
         self._seq += 1
         return plan
-
-    def _propose(self, rows: list[Row]) -> None:
-        """A proposal of the host arrives behind up to `depth` steps of K + 1 ids: it must be that much longer."""
-        drafter, limits = self._limits.drafter, self._limits
-        assert drafter is not None
-        for row in rows:
-            turn = row.turn
-            if row.is_chunk or not turn.job.width or len(turn.tokens) == turn.job.prompt:
-                continue
-            width = turn.job.width + (turn.job.width + 1) * limits.depth
-            ids = drafter(turn.tokens, width)[:width]
-            if ids:
-                self._counters.host_drafts += 1
-                self._ops.draft(HostDraft(turn.slot, turn.epoch, len(turn.tokens), ids))
 
     def _count(self, rows: list[Row], planned: int) -> None:
         counters = self._counters

@@ -64,7 +64,7 @@ class Results:
             try:
                 self._apply(turn, row, result.seq, outputs)
             except Exception as error:  # whatever it is, it is of this request
-                outputs += self._quarantine(turn, error)
+                outputs += self.quarantine(turn, error)
         return outputs
 
     # ---------------------------------------------------------------------------------------------------- one row
@@ -210,6 +210,8 @@ class Results:
         """The pool cannot hold one more token of this turn, which has it to itself."""
         self._counters.pool_bound += 1
         outputs = self._outputs_at_end(turn, (LENGTH, POOL_FULL))
+        if turn.text is not None and turn.job.request.want_text:
+            outputs[0].text = turn.text.push([], True).text  # what was held back
         return outputs + self._withdraw(turn)
 
     def _withdraw(self, turn: Turn) -> list[Output]:
@@ -240,8 +242,8 @@ class Results:
         return [Output(turn.job.request.rid, index, [], "", *ending, copy(turn.usage), error=error,
                        prompt_logprobs=scores if index == turn.job.index else None) for index in indices]
 
-    def _quarantine(self, turn: Turn, cause: Exception) -> list[Output]:
-        """A broken check, or text that cannot be made, ends one request with an error; the engine serves on."""
+    def quarantine(self, turn: Turn, cause: Exception) -> list[Output]:
+        """A broken check, text that cannot be made, or a drafter that fails ends one request; the engine serves on."""
         if self._limits.strict:
             raise cause
         self._counters.faults += 1

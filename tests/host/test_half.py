@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stretto.host import half as half_module
+from stretto.host.faults import HostFault
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
 from stretto.params import SamplingParams
@@ -152,6 +153,46 @@ def test_text_that_cannot_be_made_ends_one_request():
     assert [h.clients[rid, 0].finish for rid in rids] == ["length", "error", "length"]
     assert h.clients[rids[1], 0].last.error == "internal error: no such piece"
     assert h.half.counters.faults == 1
+
+
+@pytest.mark.parametrize("where", ["drafter", "ledger"])
+def test_what_fails_while_a_row_is_planned_ends_one_request(where: str):
+    h = Harness(plain_world("host", width=3, strict=False), 0)
+    h._check = lambda out, client: None if out.finish_reason == "error" else Harness._check(h, out, client)
+    rids = [h.submit([n] * 9, SamplingParams(max_tokens=20, ignore_eos=True)) for n in range(3)]
+    for _ in range(4):
+        h.step()
+    broken = h.half._live.of(rids[1])[0]
+    if where == "drafter":
+        drafter = h._propose
+        def failing(tokens, width):
+            return 1 // 0 if tokens is broken.tokens else drafter(tokens, width)
+        object.__setattr__(h.half.limits, "drafter", failing)
+    else:
+        reserve = h.half.ledger.reserve
+        def failing_reserve(lease, q_cap, lookahead):
+            if lease is broken.lease:
+                raise HostFault("a broken book")
+            return reserve(lease, q_cap, lookahead)
+        h.half.ledger.reserve = failing_reserve
+    h.drain()
+    assert [h.clients[rid, 0].finish for rid in rids] == ["length", "error", "length"]
+    assert h.half.counters.faults == 1
+
+
+def test_a_turn_that_the_pool_cannot_hold_any_longer_ends():
+    """Pages were lost to a broken lease: what was promised at submission no longer fits."""
+    h = Harness(plain_world(pages=(20,)), 0)
+    rid = h.submit([3] * 9, SamplingParams(max_tokens=60, ignore_eos=True, seed=1, stop=("<>",)), want_text=True)
+    h._check = lambda out, client: None
+    for _ in range(5):
+        h.step()
+    assert h.half.ledger._take(0, 10)
+    for _ in range(100):
+        h.step()
+    client = h.clients[rid, 0]
+    assert (client.finish, client.stop) == ("length", "kv_cache_full")
+    assert client.text == "".join(f"<{t}>" for t in client.tokens) and not h.half.has_work
 
 
 def test_books_that_do_not_add_up_are_counted_by_a_server():

@@ -360,10 +360,10 @@ def rows_beyond_the_limit(m: Patch) -> None:
 
 
 def host_drafts_not_longer(m: Patch) -> None:
-    def propose(f, self, rows):
+    def propose(f, self, drafter, turn):
         depth = self._limits.depth
         object.__setattr__(self._limits, "depth", 0)
-        f(self, rows)
+        f(self, drafter, turn)
         object.__setattr__(self._limits, "depth", depth)
     wrapped(m, Planner, "_propose", propose)
 
