@@ -1,25 +1,34 @@
-"""For authors of drafters: whole engines over any model, small and fast, without text.
+"""For authors of drafters: whole engines over any model, small and without text, and the conformance kit.
 
     engine = make_engine(model, "mine:settings", target, Setup(page_size=1, chunk=8))
     answers = run(engine, [Ask("a", [1, 2, 3], greedy(20))])
 
-`stretto.conformance` runs a drafter through everything that it must stand; docs/drafters.md shows how.
+    @pytest.mark.parametrize("check", CHECKS)             # everything that a drafter must stand
+    def test_my_drafter(check):
+        check(Lab(model, target, "mine:settings"))
+
+Each check compares with the same engine without a drafter, request by request. Most also compare what was *offered*:
+a proposal is a function of the ids before it, so it may depend on nothing else - no chunk size, page size, prefix hit,
+neighbour, or retraction. That finds a lost hidden state or a stale draft cell which exact verification would hide.
 """
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import torch
+import numpy as np
 
 from stretto.attn.select import choose_backend
 from stretto.device.kv import KVCache, group_layers
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
-from stretto.device.streams import make_device
+from stretto.device.streams import DeviceHalf, make_device
 from stretto.engine.core import EngineCore
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
@@ -28,7 +37,8 @@ from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo, Output, Request
 from stretto.spec.api import Drafter
 from stretto.spec.context import Target
-from stretto.spec.registry import drafter_sizes, make_drafter
+from stretto.spec.registry import drafter_sizes, make_drafter, make_host_drafter
+from stretto.wire import HEADER, StepResult, split_plan
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,7 @@ class Answer:
     accepted: int = 0
     steps: int = 0
     cached: int = 0
+    offers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # ids known -> what was offered to follow them
 
     def add(self, output: Output) -> None:
         self.token_ids += output.token_ids
@@ -101,44 +112,44 @@ def make_engine(model: CausalModel, drafter: str | Drafter | None, target: Targe
     kv = KVCache(model.layers, groups, pages, s.page_size, model.dtype, model.device)
     table = SlotTable(s.slots, context, s.page_size, len(groups), model.device, caps.lookahead if caps else 0)
     runner = Runner(model, choose_backend(model.layers, s.page_size, model.device, model.dtype), kv, table)
-    if named:
+    on_host = caps is not None and caps.where == "host"
+    if named and not on_host:
         runner.adopt(make_drafter(named, runner.drafting.context(width, context, target)))
-    else:
+    elif not named:
         runner.adopt(drafter)  # type: ignore[arg-type]
     limits = HostLimits(
         page_size=s.page_size, pages=pages, windows=tuple(g.window for g in groups), max_slots=s.slots,
         max_model_len=context, width=width, depth=int(s.overlap), chunk=s.chunk, budget=s.budget,
         cap_policy=s.cap_policy, mixed=s.mixed, prefix_cache=s.prefix_cache, poison=s.poison,
-        lookahead=caps.lookahead if caps and width else 0, seeds=random.Random(0))
+        lookahead=caps.lookahead if caps and width else 0, seeds=random.Random(0),
+        drafter=make_host_drafter(named) if named and on_host else None)
     info = EngineInfo(model_name=target.name, vocab_size=model.vocab_size, max_model_len=context,
                       max_num_seqs=s.slots - 1, kv_tokens=limits.kv_tokens, eos_token_ids=[], speculation_tokens=width)
     return EngineCore(HostHalf(limits), make_device(runner, s.overlap), info, int(s.overlap))
 
 
-def run(engine: EngineCore, asks: Sequence[Ask], *, later: Sequence[Ask] = (),
-        between: Callable[[int], None] | None = None, most: int = 50_000) -> dict[str, Answer]:
-    """Runs the requests to their ends; `later` ones come when the first output has. `between(step)` is called after
-    every step. Then no page may be held by anybody, page by page."""
-    answers = {ask.rid: Answer() for ask in (*asks, *later)}
+def run(engine: EngineCore, asks: Sequence[Ask], later: Sequence[Ask] = (), most: int = 50_000) -> dict[str, Answer]:
+    """Runs the requests to their ends; `later` ones come when the first output has. Then no page may be held by
+    anybody, page by page. Answers by request id, those of further choices as "id/1", "id/2"."""
+    answers: dict[str, Answer] = {}
     waiting = list(later)
+    _watch_offers(engine, answers)
 
     def submit(ask: Ask) -> None:
         engine.submit(Request(rid=ask.rid, tokens=list(ask.tokens), sampling=ask.sampling, want_text=False))
 
     for ask in asks:
         submit(ask)
-    for step in range(most):
+    for _ in range(most):
         if not engine.has_work:
             break
         outputs = engine.step()
         for output in outputs:
-            answers[output.rid].add(output)
+            answers.setdefault(_key(output.rid, output.index), Answer()).add(output)
         if outputs and waiting:
             for ask in waiting:
                 submit(ask)
             waiting = []
-        if between is not None:
-            between(step)
     if engine.has_work:
         raise AssertionError(f"not idle after {most} steps")
     engine.host.audit()
@@ -149,9 +160,290 @@ def run(engine: EngineCore, asks: Sequence[Ask], *, later: Sequence[Ask] = (),
     return answers
 
 
+def _key(rid: str, index: int) -> str:
+    return f"{rid}/{index}" if index else rid
+
+
+def _watch_offers(engine: EngineCore, answers: dict[str, Answer]) -> None:
+    """Notes what the device reports as offered, whose it is while the slot still has its owner."""
+    host = engine.host
+    process = type(host).process.__get__(host)
+
+    def watched(result: StepResult) -> list[Output]:
+        for row in result.rows:
+            turn = host.slots.owner(row.slot, row.epoch)
+            if turn is not None and row.offered:
+                key = _key(turn.job.request.rid, turn.job.index)
+                answers.setdefault(key, Answer()).offers[row.known] = tuple(row.offered)
+        return process(result)
+    host.process = watched  # type: ignore[method-assign]
+
+
 def counters(engine: EngineCore) -> dict[str, float]:
     return engine.host.stats()[0]
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+# ------------------------------------------------------------------------------------------------- the conformance kit
+PROMPTS: tuple[tuple[int, ...], ...] = ((3, 7, 11), (7, 3, 25, 9, 12) * 7, tuple(range(20, 61)), (17,), (5, 9, 31) * 6)
+NEW = 18
+SAMPLED: dict[str, Any] = dict(temperature=1.3, top_p=0.9, top_k=20, min_p=0.02, frequency_penalty=0.4,
+                               repetition_penalty=1.1, logit_bias={5: 1.5, 9: -2.0}, min_tokens=4)
+
+
+@dataclass
+class Lab:
+    """A drafter under test: the target's loaded model, what its files say, and the drafter as after --speculation.
+    `steady`: what is offered follows from the ids alone (not so where other requests' ids are remembered)."""
+
+    model: CausalModel
+    target: Target
+    drafter: str
+    width: int = 4
+    steady: bool = True
+    prompts: tuple[tuple[int, ...], ...] = PROMPTS
+    kept: dict[str, dict[str, Answer]] = field(default_factory=dict)  # answers without a drafter, by what was asked
+
+    def setup(self, **more) -> Setup:
+        return Setup(width=self.width, **more)
+
+    def asks(self, n: int = NEW, wave: str = "", **sampling: Any) -> list[Ask]:
+        """One request for each prompt, each with a seed of its own."""
+        asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": n, **sampling}
+        return [Ask(f"{wave}{i}", [t % self.target.vocab_size for t in p], SamplingParams(seed=i, **asked))
+                for i, p in enumerate(self.prompts)]
+
+    def plain(self, asks: Sequence[Ask]) -> dict[str, Answer]:
+        """Without a drafter."""
+        asked = repr(asks)
+        if asked not in self.kept:
+            self.kept[asked] = run(make_engine(self.model, None, self.target, self.setup()), asks)
+        return self.kept[asked]
+
+    def drafted(self, asks: Sequence[Ask], later: Sequence[Ask] = (), **more) -> tuple[dict[str, Answer], EngineCore]:
+        engine = make_engine(self.model, self.drafter, self.target, self.setup(**more))
+        return run(engine, asks, later), engine
+
+
+def same_text(got: dict[str, Answer], want: dict[str, Answer], what: object) -> None:
+    for rid, answer in want.items():
+        if got[rid].token_ids != answer.token_ids or got[rid].finish_reason != answer.finish_reason:
+            raise AssertionError(f"{what}: request {rid} gave {got[rid].token_ids}, without a drafter"
+                                 f" {answer.token_ids}")
+
+
+def same_offers(lab: Lab, got: dict[str, Answer], want: dict[str, Answer], what: object) -> int:
+    """Where both offered something after the same ids, it is the same. Returns how many offers were compared."""
+    compared = 0
+    for rid, answer in want.items():
+        for known in answer.offers.keys() & got[rid].offers.keys():
+            n = min(len(answer.offers[known]), len(got[rid].offers[known]))
+            if lab.steady and answer.offers[known][:n] != got[rid].offers[known][:n]:
+                raise AssertionError(f"{what}: after {known} ids request {rid} was offered {got[rid].offers[known]};"
+                                     f" the same ids were followed by {answer.offers[known]} before")
+            compared += 1
+    return compared
+
+
+def check_greedy_text(lab: Lab) -> None:
+    """Over pages, chunks, overlap and cap policies: text as without a drafter; offers whatever the sizes are."""
+    want, first = lab.plain(lab.asks()), None
+    for page, chunk, overlap, policy in ((16, 256, False, "full"), (1, 8, False, "full"), (64, 128, False, "budget"),
+                                         (256, 8, True, "one_in_mixed"), (16, 1, True, "full")):
+        what = f"page {page}, chunk {chunk}, overlap {overlap}, {policy}"
+        got, _ = lab.drafted(lab.asks(), page_size=page, chunk=chunk, overlap=overlap, cap_policy=policy)
+        same_text(got, want, what)
+        first = first or got
+        if any(a.offers for a in first.values()) and not same_offers(lab, got, first, what):
+            raise AssertionError(f"{what}: nothing was offered")
+        if policy == "full" and lab.steady and not overlap:
+            took = {rid: (a.accepted, a.steps) for rid, a in got.items()}
+            if took != {rid: (a.accepted, a.steps) for rid, a in first.items()}:
+                raise AssertionError(f"{what}: acceptance depends on it: {took}")
+
+
+def check_sampled_text(lab: Lab) -> None:
+    """Seeded requests with every sampling parameter, some of them beside greedy ones."""
+    asks = lab.asks(**SAMPLED)
+    want = lab.plain(asks)
+    got, _ = lab.drafted(asks, chunk=8)
+    same_text(got, want, "sampled")
+    mixed = [*lab.asks(wave="g"), *asks]
+    got, _ = lab.drafted(mixed, overlap=True, page_size=4)
+    same_text(got, lab.plain(mixed), "sampled beside greedy")
+
+
+def check_distribution(lab: Lab) -> None:
+    """The second and third ids of many seeds against the target's own probabilities, at three temperatures with top-k
+    4: chi-square, refused below p = 1e-4."""
+    prompt, n = list(lab.asks()[0].tokens), 200
+    for temperature in (0.5, 1.0, 1.5):
+        asks = [Ask(str(i), prompt, SamplingParams(seed=i, temperature=temperature, top_k=4, max_tokens=3))
+                for i in range(n)]
+        got, _ = lab.drafted(asks, pool_tokens=1 << 15)
+        seen = Counter(tuple(a.token_ids[:2]) for a in got.values())
+        expected = _joint(lab, prompt, temperature)
+        if set(seen) - set(expected):
+            raise AssertionError(f"temperature {temperature}: ids outside top-k: {set(seen) - set(expected)}")
+        rare = sum(p for p in expected.values() if p * n < 5)
+        cells = [(seen[k], p) for k, p in expected.items() if p * n >= 5]
+        cells += [(n - sum(c for c, _ in cells), rare)] if rare * n >= 1 else []
+        chi = sum((count - p * n) ** 2 / (p * n) for count, p in cells)
+        freedom = max(len(cells) - 1, 1)
+        # Wilson and Hilferty 1931: the cube root of chi-square over its degrees of freedom is nearly normal
+        z = ((chi / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+        if z > 3.72:
+            raise AssertionError(f"temperature {temperature}: chi-square {chi:.1f} of {freedom} degrees of freedom")
+
+
+def _joint(lab: Lab, prompt: list[int], temperature: float) -> dict[tuple[int, ...], float]:
+    """Probabilities of the first two ids under top-k 4, from the target's log-probabilities alone."""
+    def best(tokens: list[int]) -> dict[int, float]:
+        engine = make_engine(lab.model, None, lab.target, lab.setup())
+        engine.submit(Request(rid="p", tokens=tokens, want_text=False,
+                              sampling=SamplingParams(temperature=0.0, max_tokens=1, logprobs=4)))
+        outputs: list[Output] = []
+        while engine.has_work:
+            outputs += engine.step()
+        score = next(o.logprobs for o in outputs if o.logprobs)[0]
+        weights = [math.exp(p / temperature) for p in score.top_logprobs]
+        return {i: w / sum(weights) for i, w in zip(score.top_ids, weights, strict=True)}
+    return {(a, b): p * q for a, p in best(prompt).items() for b, q in best([*prompt, a]).items()}
+
+
+class _RandomCaps:
+    """A device half that lowers the caps of a plan at random, as any policy might."""
+
+    def __init__(self, device: DeviceHalf, seed: int):
+        self.device, self.rng, self.lowered = device, random.Random(seed), 0
+
+    def warm_up(self, *args, **kwargs) -> None:
+        self.device.warm_up(*args, **kwargs)
+
+    def launch(self, packed: np.ndarray) -> None:
+        rows = split_plan(packed[:HEADER], packed).rows
+        for row in rows:
+            cap = self.rng.randint(1, int(row[2]))
+            self.lowered += cap < row[2]
+            row[2] = cap
+        self.device.launch(packed)
+
+    def collect(self) -> np.ndarray:
+        return self.device.collect()
+
+    def close(self) -> None:
+        self.device.close()
+
+
+def check_random_caps(lab: Lab) -> None:
+    """A cap between 1 and what was planned, for every row of every step."""
+    want, (first, _) = lab.plain(lab.asks()), lab.drafted(lab.asks())
+    for seed, overlap in ((0, False), (1, True)):
+        engine = make_engine(lab.model, lab.drafter, lab.target, lab.setup(overlap=overlap, chunk=16, page_size=4))
+        engine.device = caps = _RandomCaps(engine.device, seed)
+        got = run(engine, lab.asks())
+        same_text(got, want, f"random caps {seed}")
+        same_offers(lab, got, first, f"random caps {seed}")
+        if not caps.lowered:
+            raise AssertionError("no cap was lowered: this check did nothing")
+
+
+def check_skipped_rows(lab: Lab) -> None:
+    """A budget that leaves rows out of steps: they keep their drafts."""
+    asks = lab.asks()
+    want, (first, _) = lab.plain(asks), lab.drafted(asks)
+    for policy in ("full", "budget"):
+        got, _ = lab.drafted(asks, budget=4, chunk=4, cap_policy=policy, overlap=policy == "full")
+        same_text(got, want, f"a budget of 4, {policy}")
+        same_offers(lab, got, first, f"a budget of 4, {policy}")
+
+
+def check_mixed_steps(lab: Lab) -> None:
+    """Prompts in chunks arrive while others decode."""
+    asks, later = lab.asks(wave="a"), lab.asks(wave="b")
+    want, (first, _) = lab.plain([*asks, *later]), lab.drafted([*asks, *later])
+    for policy in ("full", "one_in_mixed"):
+        got, engine = lab.drafted(asks, later, chunk=4, budget=64, page_size=8, overlap=True, cap_policy=policy)
+        same_text(got, want, f"mixed steps, {policy}")
+        same_offers(lab, got, first, f"mixed steps, {policy}")
+        if not counters(engine)["tail_rows"]:
+            raise AssertionError("no decode row rode with a chunk: this check did nothing")
+
+
+def check_retraction(lab: Lab) -> None:
+    """A pool that holds a part of the requests: some give way and come back."""
+    asks = [Ask(f"{i}{a.rid}", a.tokens, greedy(44)) for i in range(2) for a in lab.asks()[1:4]]
+    want, (first, _) = lab.plain(asks), lab.drafted(asks)
+    for page, overlap in ((4, True), (1, False)):
+        got, engine = lab.drafted(asks, page_size=page, overlap=overlap, pool_tokens=128, chunk=16)
+        same_text(got, want, f"a small pool, page {page}")
+        same_offers(lab, got, first, f"a small pool, page {page}")
+        if not counters(engine)["retractions"]:
+            raise AssertionError("nobody was retracted: this check did nothing")
+
+
+def check_prefix_hits(lab: Lab) -> None:
+    """A prompt that shares n tokens with an earlier one, for every n modulo the page and the width."""
+    page = 4
+    long = [t % lab.target.vocab_size for t in range(30, 30 + 4 * page + lab.width + 1)]
+    for n in range(2 * page, 3 * page + lab.width + 1):
+        tokens = [*long[:n], 3, 8]
+        first = [Ask("a", long[:n], greedy(6))]
+        again = [Ask("b", tokens, greedy(12))]
+        want, (cold, _) = lab.plain(again), lab.drafted(again, page_size=page)
+        engine = make_engine(lab.model, lab.drafter, lab.target, lab.setup(page_size=page))
+        run(engine, first)
+        got = run(engine, again)
+        same_text(got, want, f"a hit at {n}")
+        same_offers(lab, got, cold, f"a hit at {n}")
+        if got["b"].cached < n - n % page - page:
+            raise AssertionError(f"of {n} shared tokens {got['b'].cached} were found: this check did nothing")
+
+
+def check_choices(lab: Lab) -> None:
+    """n choices share the prompt's pages, copy the last one, and feed its last position again."""
+    asks = [Ask(a.rid, a.tokens, SamplingParams(temperature=1.2, max_tokens=10, seed=i, n=3))
+            for i, a in enumerate(lab.asks()[:3])]
+    want, (first, _) = lab.plain(asks), lab.drafted(asks, prefix_cache=False, chunk=1)
+    for page, overlap in ((4, True), (1, False)):
+        got, engine = lab.drafted(asks, page_size=page, overlap=overlap)
+        same_text(got, want, f"choices, page {page}")
+        same_offers(lab, got, first, f"choices, page {page}")
+        if not counters(engine)["forks"]:
+            raise AssertionError("no choice was forked: this check did nothing")
+
+
+def check_sessions(lab: Lab) -> None:
+    """Second turns, in place and after a pause, beside each other."""
+    engine = make_engine(lab.model, lab.drafter, lab.target, lab.setup(page_size=4, overlap=True))
+    turns = {"s0": [lab.prompts[0], (8, 4)], "s1": [lab.prompts[2], (6,)]}
+    got: dict[str, list[int]] = {}
+    for sid in turns:
+        engine.host.sessions.open(sid)
+    for number in range(2):
+        for sid, parts in turns.items():
+            engine.host.sessions.append(sid, Request(rid=f"{sid}-{number}", tokens=list(parts[number]),
+                                                     sampling=greedy(9), want_text=False))
+        while engine.has_work:
+            for output in engine.step():
+                got.setdefault(output.rid, []).extend(output.token_ids)
+    for sid, parts in turns.items():
+        first = [*parts[0], *got[f"{sid}-0"]]
+        want = lab.plain([Ask("x", parts[0], greedy(9)), Ask("y", [*first, *parts[1]], greedy(9))])
+        if [got[f"{sid}-0"], got[f"{sid}-1"]] != [want["x"].token_ids, want["y"].token_ids]:
+            raise AssertionError(f"session {sid}: {got[f'{sid}-1']}, without a drafter {want['y'].token_ids}")
+
+
+def check_switched_off(lab: Lab) -> None:
+    """Requests that want no drafts, or fewer, beside others; their ids are ingested all the same."""
+    asks = [Ask(a.rid, a.tokens, greedy(NEW, speculation=None if i == 0 else i - 1))
+            for i, a in enumerate(lab.asks())]
+    want = lab.plain(asks)
+    got, _ = lab.drafted(asks, page_size=1, chunk=8)
+    same_text(got, want, "speculation 0..K by request")
+    if got[asks[1].rid].drafted or any(len(offer) > 1 for offer in got[asks[2].rid].offers.values()):
+        raise AssertionError("a request was offered more drafts than it wanted")
+
+
+CHECKS: tuple[Callable[[Lab], None], ...] = (
+    check_greedy_text, check_sampled_text, check_distribution, check_random_caps, check_skipped_rows,
+    check_mixed_steps, check_retraction, check_prefix_hits, check_choices, check_sessions, check_switched_off)

@@ -113,6 +113,8 @@ def _with_drafter(config: Config, facts: Facts, target: Target) -> tuple[Config,
             tokens = sizes.caps.max_width
         usual = min(sizes.caps.max_width, DEFAULT_DRAFT_TOKENS)
         sizes = drafter_sizes(asked, target, usual if tokens is None else tokens)
+        if sizes.caps.where == "host":
+            make_host_drafter(asked)  # its packages are missing now rather than after the weights are loaded
     except DrafterError as e:
         refusal = Refusal(f"--speculation {asked}", f"model {target.name}", str(e), "choose another drafter")
         raise ConfigError([refusal]) from e

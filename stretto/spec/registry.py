@@ -1,7 +1,7 @@
 """Drafters by name. A third party adds one by an entry point of the group "stretto.drafters".
 
     [project.entry-points."stretto.drafters"]
-    mine = "my_package:Mine"          # a DrafterKind: Mine.caps(settings), Mine.make(settings, context)
+    mine = "my_package:Mine"          # a DrafterKind, or a class of such: caps(settings), make(settings, context)
 
 On the command line: `--speculation ngram`, or with settings after a colon: `--speculation ngram:longest=5,shortest=3`,
 `--speculation eagle3:FOLDER-OR-HUB-ID`. A draft checkpoint whose config says what it is needs no name:
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from stretto.spec.api import Drafter, DrafterCaps
@@ -87,7 +87,7 @@ def find_drafter(asked: str) -> tuple[DrafterKind, str]:
     if name in plugins and name in BUILT_IN:
         raise DrafterError(f"drafter {name} is built in, and {plugins[name].value} claims it too: uninstall one")
     if name in plugins:
-        return plugins[name].load(), settings
+        return _loaded(plugins[name]), settings
     if name not in BUILT_IN:
         kind = identify(asked)
         if kind is None:
@@ -95,6 +95,16 @@ def find_drafter(asked: str) -> tuple[DrafterKind, str]:
                                f" what it is; known: {', '.join(sorted({*BUILT_IN, *plugins}))}")
         return BUILT_IN[kind], asked
     return BUILT_IN[name], settings
+
+
+def _loaded(plugin: EntryPoint) -> DrafterKind:
+    """A class, of which one is made, or the object itself. Raises DrafterError."""
+    try:
+        kind = plugin.load()
+    except (ImportError, AttributeError) as e:
+        raise DrafterError(f"drafter {plugin.name}: its package gives no {plugin.value} ({type(e).__name__}: {e})"
+                           ) from e
+    return kind() if isinstance(kind, type) else kind
 
 
 def drafter_caps(asked: str) -> DrafterCaps:
