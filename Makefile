@@ -43,6 +43,7 @@ $(STAMP): pyproject.toml Makefile .ci/find-python
 	  echo "setup: creating $(VENV) with $$python"; \
 	  rm -rf $(VENV); \
 	  "$$python" -m venv $(VENV); \
+	  $(PIP_INSTALL) --upgrade 'pip>=25'; \
 	fi
 	@echo "setup: $(TORCH) (a large download the first time)"
 	@$(PIP_INSTALL) $(TORCH)
