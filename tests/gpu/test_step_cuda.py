@@ -64,17 +64,18 @@ def test_text_is_the_cpus(models, wanted, graphs: bool, page: int, drafts: str, 
 
 
 def test_replay_equals_eager_bit_for_bit(models) -> None:
-    """Scores are the bits of log-probabilities, so equal results mean equal logits."""
+    """Scores are the bits of log-probabilities, so equal results mean equal logits. Both run in the same buckets, as
+    the attention kernel cuts long rows by the bucket's size."""
     model = models["cuda"]
     results = []
     for graphs in (False, True):
-        driver = cuda_driver(model, NgramDrafter(4), graphs=graphs)
-        if graphs:
-            driver.runner.execute.capture_everything = True
+        driver = cuda_driver(model, NgramDrafter(4), graphs=True)
+        driver.runner.execute.capture_everything = graphs
+        driver.runner.execute.largest_tokens = 4096 if graphs else 0
         with torch.cuda.stream(torch.cuda.Stream()):
             driver.run(jobs(False), chunk=24)
             results.append(driver.run([Job(p, NEW, ints={Int.LOGPROBS: 3}) for p in PROMPTS], chunk=24))
-        assert not graphs or driver.runner.execute.replays > 10
+        assert (driver.runner.execute.replays > 10) == graphs
     assert results[0] == results[1]
 
 
