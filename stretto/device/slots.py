@@ -137,8 +137,8 @@ class SlotTable:
         written = offsets < width[:, None]
         row = torch.where(written, slots[:, None], 0)
         self.log[row, torch.where(written, known[:, None] + offsets, 0)] = rest
-        self.ints[Int.NDRAFT, torch.where(width > 0, slots, 0)] = width
-        self.ints[Int.NDRAFT, 0] = 0
+        self.ints[Int.NDRAFT][torch.where(width > 0, slots, 0)] = width
+        self.ints[Int.NDRAFT][:1].fill_(0)
 
     # ------------------------------------------------------------------------------------------------ after verify
     def commit(self, slots: torch.Tensor, outcome: Commit) -> None:
@@ -150,11 +150,11 @@ class SlotTable:
         column = torch.where(emitted, (outcome.known - outcome.n_new)[:, None] + offsets, 0)
         self.log[row, column] = outcome.ids.to(torch.int32)
         live = torch.where(outcome.live, slots, 0)
-        self.ints[Int.KNOWN, live] = outcome.known
-        self.ints[Int.LEN, live] = outcome.length
-        self.ints[Int.NDRAFT, live] = outcome.ndraft
-        self.ints[Int.DONE, live] = outcome.done.to(torch.int32)
-        self.ints[Int.DONE, 0] = 1
+        self.ints[Int.KNOWN][live] = outcome.known
+        self.ints[Int.LEN][live] = outcome.length
+        self.ints[Int.NDRAFT][live] = outcome.ndraft
+        self.ints[Int.DONE][live] = outcome.done.to(torch.int32)
+        self.ints[Int.DONE][:1].fill_(1)
 
     def offer(self, slots: torch.Tensor, offer: Offer, n_out: torch.Tensor) -> torch.Tensor:
         """Drafts of rows that sampled and are not done, cut to the room before the limit. Returns widths, [R] int32."""
@@ -167,14 +167,14 @@ class SlotTable:
         row = torch.where(written, slots[:, None], 0)
         column = torch.where(written, known[:, None] + offsets, 0)
         self.log[row, column] = offer.ids.to(torch.int32)
-        self.ints[Int.NDRAFT, torch.where(may, slots, 0)] = width
-        self.ints[Int.NDRAFT, 0] = 0
+        self.ints[Int.NDRAFT][torch.where(may, slots, 0)] = width
+        self.ints[Int.NDRAFT][:1].fill_(0)
         return width
 
     def ingested(self, slots: torch.Tensor, q_len: torch.Tensor) -> None:
         """The draft stream of rows that fed something stands as far as the target's: the same commit, second column."""
         fed = torch.where(q_len > 0, slots.long(), 0)
-        self.ints[Int.DRAFT_LEN, fed] = self.ints[Int.LEN, fed]
+        self.ints[Int.DRAFT_LEN][fed] = self.ints[Int.LEN][fed]
 
     def sketch(self, slots: torch.Tensor, n_out: torch.Tensor, offset: int, ids: torch.Tensor) -> None:
         """A draft that is being made, where `offer` will put it: processors of the next one count it. NDRAFT says that

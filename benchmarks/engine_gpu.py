@@ -1,0 +1,203 @@
+"""The whole engine on one GPU with random weights of a public shape: decode step times over rows and contexts, prefill
+rate, start-up and graphs; beside the serial limit of the bytes and operations, at rates measured in the same run.
+
+    python benchmarks/engine_gpu.py --shape llama-8b --rows 1 8 64 256 --prompt 1024 --new 64 --json out.json
+
+A step's time is (time of 1 + N tokens - time of 1 token) / N for R equal requests, medians of `--repeat`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterable
+
+import torch
+
+from stretto.attn.select import choose_backend
+from stretto.device.graphs import usual_shapes
+from stretto.device.kv import KVCache, bytes_per_token, group_layers
+from stretto.device.runner import Runner
+from stretto.device.slots import SlotTable
+from stretto.device.streams import CudaDevice
+from stretto.engine.core import EngineCore
+from stretto.host.half import HostHalf
+from stretto.host.limits import HostLimits
+from stretto.model.config import ModelConfig
+from stretto.model.load import build_model
+from stretto.params import SamplingParams
+from stretto.protocol import EngineInfo, Request
+from stretto.spec.ngram import NgramDrafter
+
+LLAMA = dict(architectures=["LlamaForCausalLM"], hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+             num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
+             rope_theta=500000.0, tie_word_embeddings=False)
+QWEN = dict(architectures=["Qwen3ForCausalLM"], head_dim=128, max_position_embeddings=40960, rope_theta=1e6,
+            vocab_size=151936, num_attention_heads=16, num_key_value_heads=8)
+SHAPES = {"llama-8b": LLAMA,
+          "qwen3-0.6b": QWEN | dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+                                    tie_word_embeddings=True),
+          "qwen3-8b": QWEN | dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+                                  num_attention_heads=32, tie_word_embeddings=False)}
+
+
+class RandomSource:
+    """A WeightSource of random tensors, never zeros: zeros draw less power and run faster."""
+
+    def __init__(self, config: ModelConfig, tied: bool):
+        c, self._shapes = config, {}
+        q, kv, h, f = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
+        per_layer = {"self_attn.q_proj": (q, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
+                     "self_attn.o_proj": (h, q), "mlp.gate_proj": (f, h), "mlp.up_proj": (f, h),
+                     "mlp.down_proj": (h, f), "input_layernorm": (h,), "post_attention_layernorm": (h,)}
+        if c.architecture.startswith("Qwen3"):
+            per_layer |= {"self_attn.q_norm": (c.head_dim,), "self_attn.k_norm": (c.head_dim,)}
+        for i in range(c.n_layers):
+            self._shapes |= {f"model.layers.{i}.{n}.weight": s for n, s in per_layer.items()}
+        self._shapes |= {"model.embed_tokens.weight": (c.vocab_size, h), "model.norm.weight": (h,)}
+        if not tied:
+            self._shapes["lm_head.weight"] = (c.vocab_size, h)
+
+    def names(self) -> Iterable[str]:
+        return self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[1] ** -0.5
+
+
+def read_rate() -> float:
+    """Bytes a second of reading memory, best of several sums over 4 GiB."""
+    x = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
+    times = []
+    for _ in range(8):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        x.sum()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return x.numel() * 4 / min(times)
+
+
+def make_core(args: argparse.Namespace) -> tuple[EngineCore, dict]:
+    shape = SHAPES[args.shape]
+    started = time.perf_counter()
+    config = ModelConfig.from_hf(shape)
+    context = args.prompt + args.new + 64
+    model = build_model(config, RandomSource(config, shape["tie_word_embeddings"]), torch.bfloat16,
+                        torch.device("cuda"), context=context)
+    torch.cuda.synchronize()
+    built = time.perf_counter()
+    groups = group_layers(model.layers)
+    seqs = max(args.rows)
+    tokens = seqs * (context + 64)
+    pages = -(-tokens // args.page) + 1
+    kv = KVCache(model.layers, groups, [pages] * len(groups), args.page, model.dtype, model.device)
+    table = SlotTable(seqs + 1, context, args.page, len(groups), model.device)
+    drafter = NgramDrafter(args.drafts) if args.drafts else None
+    runner = Runner(model, choose_backend(model.layers, args.page, model.device, model.dtype), kv, table, drafter)
+    device = CudaDevice(runner, model.device, graphs=not args.eager)
+    free = torch.cuda.mem_get_info()[0]
+    if not args.eager:
+        device.warm_up(usual_shapes(seqs, 1 + args.drafts, args.drafts))
+    torch.cuda.synchronize()
+    facts = {"build_s": built - started, "graphs": len(device.graphs.graphs),
+             "capture_s": device.graphs.capture_seconds,
+             "graph_memory_gib": (free - torch.cuda.mem_get_info()[0]) / 2**30,
+             "weights_bytes": _bytes_read(model, shape),
+             "kv_token_bytes": sum(bytes_per_token(model.layers, g, model.dtype) for g in groups)}
+    limits = HostLimits(page_size=args.page, pages=(pages,) * len(groups), windows=tuple(g.window for g in groups),
+                        max_slots=seqs + 1, max_model_len=context, chunk=args.chunk, budget=args.budget,
+                        width=args.drafts, depth=1, prefix_cache=False)
+    info = EngineInfo(model_name=args.shape, vocab_size=model.vocab_size, max_model_len=context, max_num_seqs=seqs,
+                      kv_tokens=tokens, eos_token_ids=[])
+    return EngineCore(HostHalf(limits, None), device, info, 1), facts
+
+
+def _bytes_read(model: object, shape: dict) -> int:
+    """Bytes of weights that a step reads: all but an embedding that is no head."""
+    total = sum(t.numel() * t.element_size() for t in _tensors(model))
+    return total - (0 if shape["tie_word_embeddings"] else 2 * shape["vocab_size"] * shape["hidden_size"])
+
+
+def _tensors(model: object) -> list[torch.Tensor]:
+    seen: dict[int, torch.Tensor] = {}
+
+    def walk(x: object, depth: int = 0) -> None:
+        if isinstance(x, torch.Tensor):
+            seen[x.data_ptr()] = x
+        elif depth < 6 and hasattr(x, "__dict__"):
+            for v in vars(x).values():
+                walk(v, depth + 1)
+        elif isinstance(x, (list, tuple)):
+            for v in x:
+                walk(v, depth + 1)
+    walk(model)
+    return list(seen.values())
+
+
+def run(core: EngineCore, rows: int, prompt: int, new: int, serial: list[int]) -> tuple[float, float]:
+    """(seconds in all, seconds that the host spent outside waiting) for `rows` requests that start together."""
+    generator = torch.Generator().manual_seed(serial[0])
+    for _ in range(rows):
+        serial[0] += 1
+        tokens = torch.randint(0, core.info.vocab_size, (prompt,), generator=generator).tolist()
+        core.submit(Request(rid=str(serial[0]), tokens=tokens, want_text=False,
+                            sampling=SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)))
+    torch.cuda.synchronize()
+    busy, waited, started = core.busy_seconds, core.wait_seconds, time.perf_counter()
+    while core.has_work:
+        core.step()
+    return time.perf_counter() - started, (core.busy_seconds - busy) - (core.wait_seconds - waited)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--page", type=int, default=16)
+    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--budget", type=int, default=8192)
+    parser.add_argument("--drafts", type=int, default=0)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    rate = read_rate()
+    core, facts = make_core(args)
+    results, serial = [], [0]
+    print(f"{torch.cuda.get_device_name()}: reads {rate / 1e12:.2f} TB/s; {facts}", flush=True)
+    for rows in args.rows:
+        run(core, rows, args.prompt, 4, serial)
+        ones, fulls, host = [], [], []
+        for _ in range(args.repeat):
+            ones.append(run(core, rows, args.prompt, 1, serial)[0])
+            seconds, busy = run(core, rows, args.prompt, 1 + args.new, serial)
+            fulls.append(seconds)
+            host.append(busy / args.new)
+        step = (statistics.median(fulls) - statistics.median(ones)) / args.new
+        context = args.prompt + args.new / 2
+        limit = (facts["weights_bytes"] + rows * context * facts["kv_token_bytes"]) / rate
+        results.append({"rows": rows, "step_ms": step * 1e3, "limit_ms": limit * 1e3, "share": limit / step,
+                        "host_ms": statistics.median(host) * 1e3, "prefill_tok_s": rows * args.prompt / min(ones)})
+        print(json.dumps(results[-1]), flush=True)
+    graphs = core.device.graphs
+    facts |= {"replays": graphs.replays, "eager_steps": graphs.eager_steps, "graphs": len(graphs.graphs)}
+    print(json.dumps(facts))
+    if args.json:
+        with open(args.json, "w") as out:
+            json.dump({"read_bytes_s": rate, "shape": args.shape, **facts, "results": results}, out, indent=1)
+
+
+if __name__ == "__main__":
+    main()
