@@ -46,7 +46,8 @@ def serve(model: ModelOptions = MODEL, *, kv: KVOptions = KV, schedule: Schedule
     def on_ready(info: EngineInfo, url: str) -> None:
         phases = {**info.server_info["start"], "in all": time.time() - psutil.Process().create_time()}
         print_report({**info.server_info, "start": phases}, console)
-        logging.getLogger(__name__).info("serving %s on %s  (/docs, /metrics)", info.model_name, url)
+        name = (serve_settings(prepared).served_model_names or (info.model_name,))[0]
+        logging.getLogger(__name__).info("clients call the model %s at %s/v1; see also /docs and /metrics", name, url)
 
     try:
         return run_server(partial(build_core, prepared), lambda: load_tokenizer(prepared.tokenizer_path),
