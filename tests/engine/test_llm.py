@@ -1,0 +1,123 @@
+"""The Python interface, over a tiny random model with a tokenizer of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from stretto.engine.async_llm import AsyncLLM
+from stretto.engine.llm import LLM
+from stretto.params import SamplingParams
+from stretto.protocol import RequestError
+from tests.engine.small import VOCAB, save_tiny
+from tests.text.vocabularies import byte_level
+
+OPTIONS = dict(max_model_len=200, kv_tokens=2048, max_num_seqs=8, dtype="float32")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save_tiny(path, "llama")
+    byte_level(VOCAB).save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(str(folder), **OPTIONS) as made:
+        yield made
+
+
+def test_generate_takes_text_ids_and_lists(llm: LLM) -> None:
+    one = llm.generate("hello there", GREEDY)
+    assert len(one) == 1 and len(one[0].token_ids) == 12 and one[0].finish_reason == "length"
+    assert one[0].text == llm.tokenizer.decode(one[0].token_ids)
+    ids = llm.tokenizer.encode("hello there")
+    assert llm.generate(ids, GREEDY)[0].token_ids == one[0].token_ids
+    both = llm.generate(["hello there", "good day"], GREEDY)
+    assert [c.token_ids for c in both] == [one[0].token_ids, llm.generate("good day", GREEDY)[0].token_ids]
+
+
+def test_n_choices_scores_and_usage(llm: LLM) -> None:
+    sampling = SamplingParams(temperature=20.0, seed=3, n=3, max_tokens=8, logprobs=2, prompt_logprobs=0)
+    choices = llm.generate("abcdef", sampling)
+    assert [c.index for c in choices] == [0, 1, 2] and len({tuple(c.token_ids) for c in choices}) == 3
+    for c in choices:
+        assert len(c.logprobs) == 8 and c.usage is not None and c.usage.completion_tokens == 8
+    assert len(choices[0].prompt_logprobs) == len(choices[0].prompt_tokens)
+
+
+def test_chat_renders_the_template(llm: LLM) -> None:
+    answer = llm.chat([{"role": "user", "content": "hi"}], GREEDY)[0]
+    assert llm.tokenizer.decode(answer.prompt_tokens) == "user: hi\nassistant:"
+    several = llm.chat([[{"role": "user", "content": "hi"}], [{"role": "user", "content": "yo"}]], GREEDY)
+    assert several[0].token_ids == answer.token_ids and len(several) == 2
+
+
+def test_streams_interleave_and_closing_one_frees_it(llm: LLM) -> None:
+    want = [llm.generate(p, GREEDY)[0].token_ids for p in ("one", "two")]
+    first, second = llm.stream("one", GREEDY), llm.stream("two", GREEDY)
+    got: list[list[int]] = [[], []]
+    for _ in range(12):
+        for ids, stream in zip(got, (first, second), strict=True):
+            ids += next(stream).token_ids
+    assert got == want
+    left = llm.stream("three", SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+    next(left)
+    left.close()
+    while llm.core.has_work:
+        llm.core.step()
+    llm.core.host.audit()
+    assert llm.core.host.stats()[0]["aborts"] == 1
+
+
+def test_stop_string_across_tokens(llm: LLM) -> None:
+    text = llm.generate("tell me", SamplingParams(temperature=0.0, max_tokens=30))[0].text
+    stop = text[5:8]
+    cut = llm.generate("tell me", SamplingParams(temperature=0.0, max_tokens=30, stop=(stop,)))[0]
+    assert cut.text == text[: text.index(stop)] and (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+
+
+def test_bad_requests_and_options_are_named(folder, llm: LLM) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate([[]], GREEDY)
+    with pytest.raises(RequestError, match="temperature"):
+        llm.generate("x", SamplingParams(temperature=-1))
+    with pytest.raises(TypeError, match=r"max_modle_len.*known.*max_model_len"):
+        LLM(str(folder), max_modle_len=3)
+    with pytest.raises(ValueError, match="2 prompts and 1"):
+        llm.generate(["a", "b"], [GREEDY])
+    assert llm.generate("x", GREEDY)[0].finish_reason == "length"
+
+
+def test_case_18_13_two_engines_at_once_and_one_after_another(folder) -> None:
+    want = None
+    for _ in range(2):
+        with LLM(str(folder), **OPTIONS) as a, LLM(str(folder), **OPTIONS, speculation="ngram") as b:
+            texts = [e.generate("side by side", GREEDY)[0].token_ids for e in (a, b, a)]
+        want = want or texts[0]
+        assert texts == [want] * 3
+
+
+async def test_async_llm_serves_callers_side_by_side(folder, llm: LLM) -> None:
+    prompts = ["one", "two", "three"]
+    want = {p: llm.generate(p, GREEDY)[0].token_ids for p in prompts}
+
+    async with await AsyncLLM.start(str(folder), **OPTIONS) as engine:
+        async def ask(prompt: str) -> list[int]:
+            return [t async for output in engine.generate(prompt, GREEDY) for t in output.token_ids]
+
+        assert dict(zip(prompts, await asyncio.gather(*map(ask, prompts)), strict=True)) == want
+        long = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+        stream = engine.generate("to be left", long, request_id="left")
+        await anext(stream)
+        assert await engine.abort("left")
+        assert [o.finish_reason async for o in stream][-1:] == ["abort"]
+        assert await ask("two") == want["two"]
+        assert (await engine.stats()).gauges["running"] == 0
