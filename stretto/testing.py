@@ -397,6 +397,18 @@ def check_prefix_hits(lab: Lab) -> None:
         same_offers(lab, got, cold, f"a hit at {n}")
         if got["b"].cached < n - n % page - page:
             raise AssertionError(f"of {n} shared tokens {got['b'].cached} were found: this check did nothing")
+    _check_shared_edge(lab, long[: 3 * page], page)
+
+
+def _check_shared_edge(lab: Lab, tokens: list[int], page: int) -> None:
+    """Another request goes on differently after pages that it shares with one that still runs: the last shared cell
+    must not depend on what comes next."""
+    first, other = Ask("a", tokens, greedy(30)), Ask("b", [*tokens[: 2 * page], 3, 8], greedy(12))
+    (alone, _), (got, _) = lab.drafted([first], page_size=page), lab.drafted([first], [other], page_size=page)
+    same_text(got, lab.plain([first, other]), "a shared edge")
+    same_offers(lab, got, alone, "a shared edge")
+    if not got["b"].cached:
+        raise AssertionError("nothing was shared: this check did nothing")
 
 
 def check_choices(lab: Lab) -> None:

@@ -144,7 +144,7 @@ class Eagle3:
         layout = read_layout(repo, target)
         parameters = count_parameters(repo.source(), lambda n: tensor_name(n) not in (None, "d2t", "t2d"))
         return DrafterSizes(chain_caps(frozenset(layout.taps)), parameters, kv_groups(layout.config),
-                            len(layout.taps) * target.hidden_size)
+                            len(set(layout.taps)) * target.hidden_size)
 
     def make(self, settings: str, context: DrafterContext) -> Drafter:
         assert context.target is not None
