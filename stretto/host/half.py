@@ -19,12 +19,13 @@ from stretto.host.live import Live
 from stretto.host.ops import Ops
 from stretto.host.planner import Planner
 from stretto.host.queue import Queue
-from stretto.host.results import Results, TextStream
+from stretto.host.results import Results
 from stretto.host.session import Sessions
 from stretto.host.slots import Slots
 from stretto.host.turn import Turn
 from stretto.params import SamplingParams
 from stretto.protocol import Output, Request, RequestError
+from stretto.text.stream import TextStream
 from stretto.wire import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING
 
 from stretto.host.limits import HostLimits
 from stretto.host.turn import Job, Turn
 from stretto.params import SamplingParams
 from stretto.protocol import Request, RequestError, Usage
+from stretto.text.stream import TextStream
 from stretto.wire import NEVER, Goal
 
-if TYPE_CHECKING:
-    from stretto.host.results import TextStream
-
-TextStreamOf = Callable[[SamplingParams], "TextStream"]
+TextStreamOf = Callable[[SamplingParams], TextStream]
 
 
 class Intake:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from copy import copy
-from typing import Protocol
 
 from stretto.host.counters import Counters
 from stretto.host.faults import HostFault, need
@@ -24,20 +23,11 @@ from stretto.host.session import Sessions
 from stretto.host.slots import Slots
 from stretto.host.turn import ABORT, ERROR, LENGTH, POOL_FULL, STOP, Turn
 from stretto.protocol import Output, TokenLogprob
-from stretto.text.stream import TextDelta
 from stretto.wire import Goal, RowResult, StepResult, TokenScore
 
 logger = logging.getLogger(__name__)
 
 Ending = tuple[str, int | str | None]  # finish reason, stop reason
-
-
-class TextStream(Protocol):
-    """Ids to text, one stream a choice; finds stop strings."""
-
-    def push(self, ids: list[int], final: bool) -> TextDelta:
-        """`final`: no more ids will come; whatever was held back is released."""
-        ...
 
 
 class Results:

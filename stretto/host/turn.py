@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stretto.protocol import Request, TokenLogprob, Usage
+from stretto.text.stream import TextStream
 from stretto.wire import NEVER, Goal
 
 if TYPE_CHECKING:
     from stretto.host.ledger import Lease
-    from stretto.host.results import TextStream
     from stretto.host.session import Session
 
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"  # finish reasons

@@ -28,6 +28,14 @@ class TextDelta(NamedTuple):
     kept: int
 
 
+class TextStream(Protocol):
+    """Ids to text, one stream a choice; finds stop strings."""
+
+    def push(self, ids: list[int], final: bool) -> TextDelta:
+        """`final`: no more ids will come; whatever was held back is released."""
+        ...
+
+
 class MakesDecoders(Protocol):
     """The part of a tokenizer that is needed here."""
 
