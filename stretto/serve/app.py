@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
@@ -13,24 +12,22 @@ from starlette.responses import Response
 from stretto import __version__
 from stretto.protocol import AsyncEngine
 from stretto.serve import errors, operations
-from stretto.serve.bodies import described, openapi_with, read_body
+from stretto.serve.bodies import described, openapi_with
+from stretto.serve.calls import accept, answer, make_generation
 from stretto.serve.chat import chat_completion, chat_events
 from stretto.serve.completions import completion, completion_events
-from stretto.serve.errors import CLIENT_CLOSED, JSONResponse, bad_request
+from stretto.serve.errors import bad_request
 from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.middleware import AnswerCounts, ApiKeys, RequestIds
-from stretto.serve.request_fields import check_fields, ignored_header
 from stretto.serve.schemas import (
     AbortBody,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationBody,
     TokenizeRequest,
 )
 from stretto.serve.service import Generation, Service
 from stretto.serve.settings import ServeSettings
-from stretto.serve.streaming import ClientGone, EventStream, while_connected
 
 
 def build_app(engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSettings) -> FastAPI:
@@ -64,25 +61,25 @@ def inference(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=described(ChatRequest))
     async def chat(request: Request) -> Response:
         arrival = time.monotonic()
-        body, ignored = await _accept(service, request, ChatRequest)
+        body, ignored = await accept(service, request, ChatRequest)
 
         async def prepare() -> Generation:
             ids = await service.in_pool(service.reader.chat, body)
-            return _generation(service, request, body, [ids], ignored, arrival)
+            return make_generation(service, request, body, [ids], ignored, arrival)
 
-        return await _answer(service, request, prepare, chat_completion, chat_events)
+        return await answer(service, request, prepare, chat_completion, chat_events)
 
     @router.post("/v1/completions", openapi_extra=described(CompletionRequest))
     async def complete(request: Request) -> Response:
         arrival = time.monotonic()
-        body, ignored = await _accept(service, request, CompletionRequest)
+        body, ignored = await accept(service, request, CompletionRequest)
         _check_completion(service, body)
         prompts = service.reader.prompts(body.prompt, body.add_special_tokens is not False)
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
 
         async def prepare() -> Generation:
             ids = await service.in_pool(_encode_all, service, prompts, body.add_special_tokens is not False)
-            return _generation(service, request, body, ids, ignored, arrival)
+            return make_generation(service, request, body, ids, ignored, arrival)
 
         async def whole(service: Service, generation: Generation):
             return await completion(service, generation, texts)
@@ -90,20 +87,9 @@ def inference(service: Service) -> APIRouter:
         def events(service: Service, generation: Generation) -> AsyncGenerator[bytes, None]:
             return completion_events(service, generation, texts)
 
-        return await _answer(service, request, prepare, whole, events)
+        return await answer(service, request, prepare, whole, events)
 
     return router
-
-
-async def _accept(service: Service, request: Request, model: type[Any]) -> tuple[Any, list[str]]:
-    """The body, and the names of the fields in it that are ignored."""
-    service.check_open()
-    body = await read_body(service, request, model)
-    ignored = check_fields(body, service.settings.strict_requests)
-    service.check_model(body.model)
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options is only allowed when stream is true", "stream_options")
-    return body, ignored
 
 
 def _check_completion(service: Service, body: CompletionRequest) -> None:
@@ -118,34 +104,3 @@ def _check_completion(service: Service, body: CompletionRequest) -> None:
 def _encode_all(service: Service, prompts: list[str | list[int]], special: bool) -> list[list[int]]:
     return [service.reader.encode(prompt, "prompt", special) if isinstance(prompt, str) else prompt
             for prompt in prompts]
-
-
-def _generation(service: Service, request: Request, body: GenerationBody, prompts: list[list[int]], ignored: list[str],
-                arrival: float) -> Generation:
-    state = request.scope["state"]
-    id = service.choose_id(body, state["request_id"])
-    if not state["request_id_given"]:
-        state["request_id"] = id
-    return Generation(id, body, service.make_requests(id, body, prompts, arrival), ignored)
-
-
-async def _answer(service: Service, request: Request, prepare: Callable[[], Awaitable[Generation]],
-                  whole: Callable[[Service, Generation], Awaitable[Any]],
-                  events: Callable[[Service, Generation], AsyncGenerator[bytes, None]]) -> Response:
-    """Streamed or whole; a client that goes away ends the work either way."""
-
-    async def run() -> Response:
-        generation = await prepare()
-        headers = ignored_header(generation.ignored)
-        if generation.body.stream:
-            return EventStream(events(service, generation), service.settings.ping_interval, headers, gone)
-        return JSONResponse(await whole(service, generation), headers=headers)
-
-    def gone() -> None:
-        service.metrics.aborts["client_disconnected"] += 1
-
-    try:
-        return await while_connected(request.receive, run())
-    except ClientGone:
-        gone()
-        return Response(status_code=CLIENT_CLOSED)  # nobody reads it; the count of answers does

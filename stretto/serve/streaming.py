@@ -2,7 +2,7 @@
 
     no byte is sent before the first event is there, so that whatever is refused is a plain HTTP error; a stream that
     stays silent for a ping interval is opened with a comment, and kept open by more of them
-    a failure after that is one `data: {"error": ...}`, and the stream ends without [DONE]
+    a failure after that is one event that says so, and the stream ends without [DONE]
     a client that closes its connection ends the events at once, also while nothing is being sent
 
 A client that reads slowly holds up its own events only: sending waits, and what the engine delivers meanwhile is
@@ -20,7 +20,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from stretto.serve.errors import from_exception
+from stretto.serve.errors import ApiError, from_exception
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -36,6 +36,16 @@ class ClientGone(Exception):
 
 def event(payload: msgspec.Struct) -> bytes:
     return b"data: " + _encoder.encode(payload) + b"\n\n"
+
+
+def named_event(name: str, payload: Any) -> bytes:
+    """An event with its type in a line of its own, as typed streams have it."""
+    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(payload) + b"\n\n"
+
+
+def openai_failure(error: ApiError) -> bytes:
+    """The event by which OpenAI's chat and completion clients learn of a failure."""
+    return b"data: " + error.body + b"\n\n"
 
 
 async def disconnected(receive: Receive) -> None:
@@ -66,10 +76,11 @@ class EventStream(Response):
     """Sends what `events` yields; each item is one or more whole events."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], ping_interval: float, headers: dict[str, str],
-                 on_gone: Callable[[], None]):
+                 on_gone: Callable[[], None], failure: Callable[[ApiError], bytes] = openai_failure):
         super().__init__(headers=HEADERS | headers)
         del self.headers["content-length"]
         self._events, self._ping_interval, self._on_gone = events, ping_interval, on_gone
+        self._failure = failure
         self._opened = False
         self._last_sent = 0.0
         self._lock = asyncio.Lock()
@@ -95,7 +106,7 @@ class EventStream(Response):
             except Exception as e:
                 if not self._opened:
                     raise
-                await self._write(send, b"data: " + from_exception(e).body + b"\n\n")
+                await self._write(send, self._failure(from_exception(e)))
         await self._write(send, b"", more=False)
 
     async def _ping(self, send: Send) -> None:

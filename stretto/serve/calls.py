@@ -1,0 +1,72 @@
+"""How a route that generates takes a call and answers it; what every inference API has in common.
+
+    accept (open? body, model, fields)  ->  prepare (tokenise, one engine request per prompt)  ->  whole answer | events
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from stretto.serve.bodies import read_body
+from stretto.serve.errors import CLIENT_CLOSED, ApiError, JSONResponse, bad_request
+from stretto.serve.request_fields import check_fields, ignored_header
+from stretto.serve.schemas import Body, GenerationBody
+from stretto.serve.service import Generation, Service
+from stretto.serve.streaming import ClientGone, EventStream, openai_failure, while_connected
+
+BodyT = TypeVar("BodyT", bound=Body)
+Whole = Callable[[Service, Generation], Awaitable[Any]]
+Events = Callable[[Service, Generation], AsyncGenerator[bytes, None]]
+
+
+async def accept(service: Service, request: Request, model: type[BodyT]) -> tuple[BodyT, list[str]]:
+    """The body, and the names of the fields in it that are ignored. Raises ApiError."""
+    service.check_open()
+    body = await read_body(service, request, model)
+    return body, check_generation(service, body)
+
+
+def check_generation(service: Service, body: Body) -> list[str]:
+    """What can be said of a body alone. Returns the names of the fields that are ignored; raises ApiError."""
+    ignored = check_fields(body, service.settings.strict_requests)
+    if isinstance(body, GenerationBody):
+        service.check_model(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("stream_options is only allowed when stream is true", "stream_options")
+    return ignored
+
+
+def make_generation(service: Service, request: Request, body: GenerationBody, prompts: list[list[int]],
+                    ignored: list[str], arrival: float) -> Generation:
+    """One call under the id that its client, its header or the server chose; the answer's header repeats it."""
+    state = request.scope["state"]
+    id = service.choose_id(body, state["request_id"])
+    if not state["request_id_given"]:
+        state["request_id"] = id
+    return Generation(id, body, service.make_requests(id, body, prompts, arrival), ignored)
+
+
+async def answer(service: Service, request: Request, prepare: Callable[[], Awaitable[Generation]], whole: Whole,
+                 events: Events, failure: Callable[[ApiError], bytes] = openai_failure) -> Response:
+    """Streamed or whole; a client that goes away ends the work either way. `failure`: the event that ends a stream
+    which has begun and cannot go on."""
+
+    async def run() -> Response:
+        generation = await prepare()
+        headers = ignored_header(generation.ignored)
+        if generation.body.stream:
+            return EventStream(events(service, generation), service.settings.ping_interval, headers, gone, failure)
+        return JSONResponse(await whole(service, generation), headers=headers)
+
+    def gone() -> None:
+        service.metrics.aborts["client_disconnected"] += 1
+
+    try:
+        return await while_connected(request.receive, run())
+    except ClientGone:
+        gone()
+        return Response(status_code=CLIENT_CLOSED)  # nobody reads it; the count of answers does
