@@ -56,13 +56,13 @@ class Echo:
 def measure(rows: int, steps: int, width: int, page_size: int, prompt: int) -> tuple[list[float], HostHalf]:
     """Seconds of CPU time in plan() + process(), for each step whose rows all decode."""
     emit = 1 + width // 2
-    context = prompt + emit * (steps + 40)
+    context = prompt + 16 + emit * (steps + 40)
     pages = rows * (context // page_size + 2)
     limits = HostLimits(page_size=page_size, pages=(pages,), max_slots=rows + 1, width=width, depth=1, chunk=4096,
                         max_model_len=context + 1, budget=max(8192, rows * (1 + width)))
     half, device, rng = HostHalf(limits, lambda sampling: NoText()), Echo(emit), random.Random(1)
     for i in range(rows):
-        tokens = [rng.randrange(1000) for _ in range(prompt)]
+        tokens = [rng.randrange(1000) for _ in range(prompt + i % 16)]  # pages fill at different steps
         half.submit(Request(rid=f"r{i}", tokens=tokens, sampling=SamplingParams(ignore_eos=True)))
     flight: deque[StepResult] = deque()
     seconds: list[float] = []

@@ -35,6 +35,14 @@ class Counters:
     session_turns: int = 0
     in_place_turns: int = 0
     branches: int = 0
+    sessions_opened: int = 0
+    sessions_closed: int = 0
+    sessions_expired: int = 0  # of them, those that were idle for too long
+    sessions_displaced: int = 0  # of them, those that made room for a new one
+    sessions_busy: int = 0  # turns refused because one was live
+    turns_rolled_back: int = 0  # of sessions
+    turns_kept: int = 0  # aborted, but what was received stays
+    recomputed_tokens: int = 0  # of sessions' histories, whose KV had been taken
     faults: int = 0  # requests ended by a failed check, of engines that serve on
     broken_books: int = 0  # steps after which the pages did not add up
 

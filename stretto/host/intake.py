@@ -21,8 +21,9 @@ class Intake:
         self._limits, self._text_stream = limits, text_stream
         self._serials = count()
 
-    def turn(self, request: Request, tokens: list[int], scores_from: int = 0) -> Turn:
-        """The first choice of a request on `tokens` (the request's own, after a session's history).
+    def turn(self, request: Request, tokens: list[int], scores_from: int = 0, capacity: int | None = None) -> Turn:
+        """The first choice of a request on `tokens` (the request's own, after a session's history of at most
+        `capacity` ids).
 
         Raises RequestError where it can never run."""
         limits, sampling, prompt = self._limits, request.sampling, len(tokens)
@@ -34,6 +35,11 @@ class Intake:
                                param="stop")
         goal = Goal.SCORE if sampling.max_tokens == 0 else Goal.GENERATE
         asked = prompt + 1 if goal == Goal.SCORE else self._asked(prompt, sampling)
+        if capacity is not None and goal == Goal.GENERATE:
+            if prompt >= capacity:
+                raise RequestError(f"the prompt has {prompt} tokens; this session was opened for {capacity}: rewind it,"
+                                   " or open a larger one", param="prompt", code="context_length_exceeded")
+            asked = min(asked, capacity)
         limit = min(asked, limits.kv_tokens + 1)  # the last id needs no cell
         if limit <= prompt:
             raise RequestError(f"the prompt has {prompt} tokens; the KV cache holds {limits.kv_tokens}: shorten the"

@@ -76,7 +76,6 @@ class Ledger:
         self.fenced: list[Lease] = []  # set aside after a broken check
         self.tree = PrefixTree(self.windows, self.page_size)
         self.hit_tokens = 0
-        self.returned = 0  # counts pages that came back: who waits for room looks again when it moves
 
     # ------------------------------------------------------------------------------------------------------ pages
     def available(self, group: int) -> int:
@@ -112,7 +111,6 @@ class Ledger:
         need(not self._is_free[group][page], f"page {page} of group {group} is freed twice")
         self._is_free[group][page] = 1
         self.free[group].append(page)
-        self.returned += 1
         if self._poison:
             self._ops.poison(group, page)
 
@@ -263,7 +261,6 @@ class Ledger:
             return
         if index < len(lease.nodes):
             self.tree.unpin(lease.nodes[index], group)
-            self.returned += 1
         else:
             self._give(group, page)
 
@@ -367,7 +364,6 @@ class Ledger:
             self.tree.unrefer(node)
         lease.nodes.clear()
         self.tree.unrefer(lease.root)
-        self.returned += 1
         if not self.prefix_cache:
             self.flush()
 

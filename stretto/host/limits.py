@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +37,10 @@ class HostLimits:
     strict: bool = True  # a failed check raises; otherwise it is counted and ends the request with "error"
     drafter: HostDrafter | None = None
     poison: bool = False  # debug: freed pages are made unreadable
+    max_sessions: int = 4096
+    session_ttl: float = 3600.0  # seconds idle until a session closes, unless it was opened with its own
+    session_queue: int = 8  # turns that may wait behind a session's live one
+    clock: Callable[[], float] = time.monotonic  # of idle sessions
 
     def __post_init__(self) -> None:
         self._check_positive()
@@ -54,7 +59,8 @@ class HostLimits:
 
     def _check_positive(self) -> None:
         for name, least in (("page_size", 1), ("max_slots", 2), ("max_model_len", 2), ("chunk", 1), ("budget", 2),
-                            ("depth", 0), ("width", 0), ("lookahead", 0)):
+                            ("depth", 0), ("width", 0), ("lookahead", 0), ("max_sessions", 0), ("session_queue", 0),
+                            ("session_ttl", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if not self.pages or min(self.pages) < 1 or any(w is not None and w < 1 for w in self.windows):

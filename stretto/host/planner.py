@@ -38,6 +38,14 @@ class Row(NamedTuple):
     is_chunk: bool
 
 
+class Refusal(NamedTuple):
+    """The head of the queue found no room, after so many turns had ended; with so many pages it looks again."""
+
+    turn: Turn
+    ended: int
+    wanted: list[int]  # of each group
+
+
 class Planner:
     """`reclaim_idle` takes the pages of one idle session and says whether it found one. `expire` ends a turn that the
     pool cannot hold any longer, `quarantine` one whose books are broken or whose drafter fails (strict: it raises)."""
@@ -50,7 +58,7 @@ class Planner:
         self._reclaim_idle, self._expire, self._quarantine = reclaim_idle, expire, quarantine
         self._seq = 0
         self._chunk_step_last = False
-        self._refused: tuple[Turn, int, int] | None = None  # the head that found no room, and when
+        self._refused: Refusal | None = None
 
     def plan(self) -> StepPlan | None:
         """The next step, or None where no row can run (operations then wait for the next plan)."""
@@ -67,7 +75,6 @@ class Planner:
         while (turn := self._queue.head) is not None and self._slots.vacant and self._may_look(turn):
             claims = self._claims() if claims is None else claims
             if not self._find_room(turn, claims):
-                self._refused = self._moment(turn)
                 return
             assert turn.lease is not None
             self._queue.remove(turn)
@@ -78,12 +85,13 @@ class Planner:
             self._slots.seat(turn, self._ledger.seam(turn.lease))
             claims = [a + b for a, b in zip(claims, self._claim(turn))]
 
-    def _moment(self, turn: Turn) -> tuple[Turn, int, int]:
-        return turn, self._ledger.returned, self._slots.ended
-
     def _may_look(self, turn: Turn) -> bool:
-        """Whether anything has changed for this turn since it found no room."""
-        return not self._slots.running or self._refused != self._moment(turn)
+        """A head that found no room looks again when a turn has ended, or the pages that it lacked have come back:
+        a prefix match costs as much as the prompt is long."""
+        refused = self._refused
+        return (refused is None or refused.turn is not turn or not self._slots.running
+                or refused.ended != self._slots.ended
+                or all(self._ledger.available(g) >= n for g, n in enumerate(refused.wanted)))
 
     def _find_room(self, turn: Turn, claims: list[int]) -> bool:
         """True with a lease on the turn. A turn without room holds no pages that it did not hold before."""
@@ -92,13 +100,17 @@ class Planner:
             turn.lease = self._ledger.adopt(turn.tokens, turn.adoptable, turn.job.limit - 1,
                                             turn.job.request.cache_salt)
         while not self._has_room(turn, claims):
-            if not self._reclaim(keep=turn):
-                if not self._slots.running:
-                    return True  # it has the pool to itself
-                if adopted:
-                    self._ledger.drop(turn.lease)
-                    turn.lease = None
-                return False
+            if self._reclaim(keep=turn):
+                continue
+            if not self._slots.running:
+                return True  # it has the pool to itself
+            lacking = [a + b - self._ledger.available(g) for g, (a, b) in enumerate(zip(self._claim(turn), claims))]
+            if adopted:
+                self._ledger.drop(turn.lease)
+                turn.lease = None
+            wanted = [self._ledger.available(g) + n for g, n in enumerate(lacking)]
+            self._refused = Refusal(turn, self._slots.ended, wanted)
+            return False
         return True
 
     def _has_room(self, turn: Turn, claims: list[int]) -> bool:

@@ -46,6 +46,7 @@ class Turn:
     scores: list[TokenLogprob] | None = None  # of the prompt, until delivered; None: nothing is wanted
     unforked: int = 0  # choices that wait for this turn's first sampled id
     session: Session | None = None
+    expected: int = 0  # ids whose KV the session held, or would hold had it not been taken
     lease: Lease | None = None
     slot: int = -1
     epoch: int = -1

@@ -167,7 +167,7 @@ def make_world(rng: random.Random, **force) -> World:
 
 
 def _least_pages(window: int, page: int, lookahead: int) -> int:
-    return -(-(window + 1 + lookahead) // page) + 2
+    return -(-(max(window, 2) + 1 + lookahead) // page) + 2
 
 
 def plain_world(drafter: str = "none", accept: float = 1.0, **fields) -> World:

@@ -366,6 +366,22 @@ def test_neither_kind_starves_without_mixed_steps(cap_policy: str):
     assert counters(h).mixed_steps == 0
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 8)])
+def test_a_blocked_prompt_is_not_matched_in_every_step(windows, monkeypatch):
+    """A match costs as much as the prompt is long; while nothing has changed it is not made again."""
+    h = Harness(plain_world(pages=(60,), windows=windows, max_model_len=220), 0)
+    for n in range(3):
+        submit(h, prompt_of(20, n), max_tokens=50)
+    for _ in range(6):
+        h.step()
+    looks = []
+    match = h.half.ledger.tree.match
+    monkeypatch.setattr(h.half.ledger.tree, "match", lambda *args: looks.append(1) or match(*args))
+    submit(h, prompt_of(200, 9), max_tokens=5)
+    h.drain()
+    assert 0 < len(looks) <= 5
+
+
 def test_priority_runs_first_and_is_retracted_last():
     h = Harness(plain_world(max_slots=3), 0)
     low = [submit(h, prompt_of(10, n), max_tokens=20, priority=5) for n in range(4)]

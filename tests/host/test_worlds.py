@@ -19,7 +19,7 @@ QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(Hea
 @st.composite
 def worlds(draw) -> World:
     drafter = draw(st.sampled_from(DRAFTERS))
-    windows = draw(st.sampled_from([(None,), (None, 5), (None, 16), (None, 33), (None, 5, 16)]))
+    windows = draw(st.sampled_from([(None,), (None, 5), (None, 33), (None, 5, 16), (None, None), (6,), (1,)]))
     return make_world(
         random.Random(draw(st.integers(0, 999))), drafter=drafter, windows=windows,
         width=0 if drafter == "none" else draw(st.sampled_from([1, 3, 7])),
