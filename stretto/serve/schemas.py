@@ -52,6 +52,18 @@ def _ids(value: Any) -> Any:
     return value
 
 
+def _text_or_objects(value: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
+        return value
+    raise ValueError("must be a string or a list of objects")
+
+
+def _text_or_object(value: Any) -> Any:
+    if value is None or isinstance(value, (str, dict)):
+        return value
+    raise ValueError("must be a string or an object")
+
+
 Integer = Annotated[int, BeforeValidator(_integral), Field(ge=-(2**63), le=LARGEST_INT)]
 Seed = Annotated[int, BeforeValidator(_integral), Field(ge=-(2**63), le=2**64 - 1)]
 _IDS: dict = {"type": "array", "items": {"type": "integer"}}
@@ -61,6 +73,12 @@ Prompt = Annotated[Any, BeforeValidator(_prompt),
 Stop = Annotated[Any, BeforeValidator(_stop),
                  WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]})]
 TokenIds = Annotated[Any, BeforeValidator(_ids), WithJsonSchema({"anyOf": [_IDS, {"type": "null"}]})]
+
+_OBJECTS: dict = {"type": "array", "items": {"type": "object"}}
+TextOrObjects = Annotated[Any, BeforeValidator(_text_or_objects),
+                          WithJsonSchema({"anyOf": [{"type": "string"}, _OBJECTS]})]
+TextOrObject = Annotated[Any, BeforeValidator(_text_or_object),
+                         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})]
 
 
 class Body(BaseModel):
@@ -192,3 +210,36 @@ class AbortBody(Body):
     rid: str | None = None
     request_id: str | None = None
     abort_all: bool | None = None
+
+
+class ResponsesRequest(Body):
+    """POST /v1/responses. Fields of chat completions that are not named here (top_k, seed, stop, speculation, ...)
+    mean what they mean there."""
+
+    model: str | None = None
+    input: Annotated[TextOrObjects, Field(description="a text, or the items of a conversation")]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    max_output_tokens: Integer | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Integer | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: TextOrObject = None
+    parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    max_tool_calls: Integer | None = None
+    service_tier: str | None = None

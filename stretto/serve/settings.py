@@ -27,6 +27,8 @@ class ServeSettings:
     max_prompts: int = 1024  # prompts of one completions call
     max_choices: int = 1024  # prompts x n of one call
     max_live_requests: int = 4096  # running and waiting; above it 429
+    max_stored_responses: int = 1000  # of /v1/responses, for previous_response_id
+    max_stored_bytes: int = 256 * 2**20
     ping_interval: float = 15.0  # of the comments that keep a silent stream open
     drain_timeout: float = 30.0  # how long a shutdown waits for requests in flight
     stall_timeout: float = 25.0  # an engine loop that neither speaks nor computes for so long counts as wedged
