@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import math
 import random
 from pathlib import Path
@@ -16,7 +17,7 @@ from stretto.host.limits import HostLimits
 from stretto.params import SamplingParams
 from stretto.protocol import Request, RequestError
 from stretto.wire import NEVER, Goal, Int, Real, Seam, pack_plan, split_plan
-from tests.host.harness import Harness, PieceStream, plain_world
+from tests.host.harness import Harness, PieceStream, make_world, plain_world
 
 HOST = Path(half_module.__file__).parent
 SIZES = dict(page_size=4, pages=(10,), max_slots=4, max_model_len=100)
@@ -201,6 +202,19 @@ def test_books_that_do_not_add_up_are_counted_by_a_server():
     half.submit(Request(rid="r", tokens=[1, 2, 3], sampling=SamplingParams()))
     assert half.plan() is not None
     assert half.counters.broken_books == 1
+
+
+def test_the_host_half_leaves_no_cycles():
+    """Reference counts free everything, so a server may hold Python's cycle collector off while it is busy."""
+    h = Harness(make_world(random.Random(2), drafter="ngram", width=3, eager=True), 2)
+    gc.collect()
+    gc.disable()
+    try:
+        total = h.run(40)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+    assert total["retractions"] and total["session_turns"] and total["forks"]
 
 
 # ------------------------------------------------------------------------------------------------------------ sources
