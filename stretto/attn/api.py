@@ -68,7 +68,7 @@ class AttentionBackend(Protocol):
 class Attend(Protocol):
     """The one call a model makes, bound to a step: writes the step's keys and values, then attends.
 
-    `layer` is the model's layer index. q [T, H, D], k and v [T, Hkv, D], rotary embedding applied. Returns [T, H, D]."""
+    `layer` is the layer index of the model. q [T, H, D], k and v [T, Hkv, D], rotated. Returns [T, H, D]."""
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                  sinks: torch.Tensor | None = None) -> torch.Tensor: ...

