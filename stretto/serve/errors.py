@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -23,6 +24,8 @@ SHOWN = 200  # most characters of a client's own words that an error repeats
 CLIENT_CLOSED = 499  # not a registered status; the de-facto one for a request that its client or an operator withdrew
 TYPES = {401: "authentication_error", 403: "permission_error", 409: "conflict_error", 429: "rate_limit_error",
          500: "server_error", 503: "overloaded_error"}
+ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+                   413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +55,18 @@ class ApiError(Exception):
         kind = TYPES.get(self.status, "invalid_request_error")
         return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, kind, self.param, self.code)))
 
-    def response(self) -> Response:
-        return Response(self.body, self.status, self.headers, media_type="application/json")
+    def anthropic(self) -> dict[str, Any]:
+        """The same in the shape of the Messages API."""
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message, "param": self.param,
+                                           "code": self.code}, "request_id": None}
+
+    def response(self, path: str = "", request_id: str | None = None) -> Response:
+        """As the API of the path would have it."""
+        body = self.body
+        if path.startswith("/v1/messages"):
+            body = msgspec.json.encode(self.anthropic() | {"request_id": request_id})
+        return Response(body, self.status, self.headers, media_type="application/json")
 
 
 class JSONResponse(Response):
@@ -123,7 +136,7 @@ def install(app: FastAPI) -> None:
     """Makes every error of the app OpenAI-shaped."""
 
     async def handle(request: Request, error: Exception) -> Response:
-        return from_exception(error).response()
+        return from_exception(error).response(request.url.path, request.scope.get("state", {}).get("request_id"))
 
     async def no_route(request: Request, error: Exception) -> Response:
         path = request.url.path

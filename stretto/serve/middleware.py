@@ -49,14 +49,15 @@ class ApiKeys:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._allowed(Headers(scope=scope)):
             refusal = ApiError(401, "this server needs an API key: send the header 'Authorization: Bearer KEY'",
                                code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-            return await refusal.response()(scope, receive, send)
+            return await refusal.response(scope["path"])(scope, receive, send)
         await self.app(scope, receive, send)
 
     def _allowed(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")  # where Anthropic's clients put it
         token = given.strip().encode("latin-1", "replace")
-        matches = [hmac.compare_digest(token, key) for key in self._keys]  # all of them: the time tells nothing
-        return scheme.lower() == "bearer" and any(matches)
+        return any([hmac.compare_digest(token, key) for key in self._keys])  # all of them: the time tells nothing
 
 
 class AnswerCounts:

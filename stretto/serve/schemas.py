@@ -77,6 +77,8 @@ TokenIds = Annotated[Any, BeforeValidator(_ids), WithJsonSchema({"anyOf": [_IDS,
 _OBJECTS: dict = {"type": "array", "items": {"type": "object"}}
 TextOrObjects = Annotated[Any, BeforeValidator(_text_or_objects),
                           WithJsonSchema({"anyOf": [{"type": "string"}, _OBJECTS]})]
+TextOrObjectsOrNull = Annotated[Any, BeforeValidator(lambda value: value if value is None else _text_or_objects(value)),
+                                WithJsonSchema({"anyOf": [{"type": "string"}, _OBJECTS, {"type": "null"}]})]
 TextOrObject = Annotated[Any, BeforeValidator(_text_or_object),
                          WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})]
 
@@ -243,3 +245,27 @@ class ResponsesRequest(Body):
     prompt: Any = None
     max_tool_calls: Integer | None = None
     service_tier: str | None = None
+
+
+class CountTokensRequest(Body):
+    """POST /v1/messages/count_tokens"""
+
+    model: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    system: TextOrObjectsOrNull = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages. Fields of chat completions that are not named here (min_p, seed, speculation, ...) mean what
+    they mean there."""
+
+    max_tokens: Integer
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Integer | None = None
+    metadata: dict[str, Any] | None = None

@@ -1,0 +1,133 @@
+"""From a Messages body to a chat request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from stretto.serve.errors import bad_request, unsupported
+from stretto.serve.schemas import CountTokensRequest
+
+# chat's field -> this API's, for errors
+CHAT_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config",
+              "thinking_token_budget": "thinking"}
+_OWN = frozenset(("messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking",
+                  "output_config", "output_format", "service_tier", "container", "mcp_servers", "context_management",
+                  "inference_geo", "betas"))
+_REFUSED = {"container": "there are no containers here", "mcp_servers": "the server calls no tools by itself",
+            "context_management": "nothing of a conversation is left out"}
+
+
+def to_chat(body: CountTokensRequest) -> dict[str, Any]:
+    """Fields of a ChatRequest. What the Messages API does not know is handed on under its own name, so that the
+    extensions of chat (min_p, seed, speculation, ...) are those of this API too. Raises ApiError."""
+    extra = body.model_extra or {}
+    for name, reason in _REFUSED.items():
+        if extra.get(name):
+            raise unsupported(name, reason)
+    fields = {name: getattr(body, name) for name in type(body).model_fields if name not in _OWN}
+    fields |= {name: value for name, value in extra.items() if name not in _OWN}
+    messages = _system(body.system)
+    for i, message in enumerate(body.messages):
+        messages += _message(message, f"messages[{i}]")
+    fields |= {"messages": messages, "max_completion_tokens": getattr(body, "max_tokens", None), "n": 1,
+               "stop": getattr(body, "stop_sequences", None), **_thinking(body.thinking), **_tools(body),
+               "response_format": _format(extra)}
+    if body.messages[-1].get("role") == "assistant":  # the answer goes on where the client has begun it
+        fields["continue_final_message"] = True
+    if getattr(body, "stream", None):
+        fields["stream_options"] = {"include_usage": True}
+    return fields
+
+
+def _system(system: Any) -> list[dict[str, Any]]:
+    if system is None:
+        return []
+    return [{"role": "system", "content": _text(system, "system") if isinstance(system, list) else system}]
+
+
+def _text(blocks: list[dict[str, Any]], place: str) -> str:
+    """Text blocks as one text."""
+    for i, block in enumerate(blocks):
+        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+            raise bad_request(f"{place}[{i}] has the type {str(kind)[:64]!r}; the model reads text only",
+                              f"{place}[{i}].type", "unsupported_content")
+    return "\n".join(block["text"] for block in blocks)
+
+
+def _message(message: dict[str, Any], place: str) -> list[dict[str, Any]]:
+    """One message; the results of tools in a user's message become messages of their own, before what it says."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise bad_request(f"{place}.role is {str(role)[:64]!r}; it must be user or assistant", f"{place}.role")
+    if not isinstance(content, list):
+        return [{"role": role, "content": content}]
+    texts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for i, block in enumerate(content):
+        at, kind = f"{place}.content[{i}]", block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_use" and role == "assistant":
+            calls.append(_call(block, at))
+        elif kind == "tool_result" and role == "user":
+            results.append(_result(block, at))
+        elif kind in ("thinking", "redacted_thinking") and role == "assistant":
+            continue  # what was thought before earlier answers is not part of the conversation
+        else:
+            _text([block], at)
+            texts.append({"type": "text", "text": block["text"]})
+    said = texts[0]["text"] if len(texts) == 1 else texts or None
+    if calls:
+        return [{"role": role, "content": said, "tool_calls": calls}]
+    return [*results, {"role": role, "content": said}] if texts or not results else results
+
+
+def _call(block: dict[str, Any], place: str) -> dict[str, Any]:
+    if not (isinstance(block.get("id"), str) and isinstance(block.get("name"), str)):
+        raise bad_request(f"{place} needs an id and a name", place)
+    arguments = msgspec.json.encode(block.get("input") or {}).decode()
+    return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}}
+
+
+def _result(block: dict[str, Any], place: str) -> dict[str, Any]:
+    if not isinstance(block.get("tool_use_id"), str):
+        raise bad_request(f"{place} needs a tool_use_id", place)
+    content = block.get("content")
+    text = _text(content, f"{place}.content") if isinstance(content, list) else content or ""
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
+
+
+def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
+    kind = (thinking or {}).get("type", "adaptive")
+    if kind == "enabled":
+        return {"thinking_token_budget": (thinking or {}).get("budget_tokens")}
+    return {"reasoning_effort": "none"} if kind == "disabled" else {}
+
+
+def _format(extra: dict[str, Any]) -> dict[str, Any] | None:
+    wanted = (extra.get("output_config") or {}).get("format") or extra.get("output_format")
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.get("schema")}}
+    return wanted
+
+
+def _tools(body: CountTokensRequest) -> dict[str, Any]:
+    tools = []
+    for i, tool in enumerate(body.tools or []):
+        if tool.get("type", "custom") != "custom":
+            raise bad_request(f"tools[{i}] has the type {str(tool['type'])[:64]!r}; the server has no tools of its own",
+                              f"tools[{i}].type", "unsupported_parameter")
+        function = {"name": tool.get("name"), "description": tool.get("description"),
+                    "parameters": tool.get("input_schema")}
+        tools.append({"type": "function", "function": {k: v for k, v in function.items() if v is not None}})
+    choice = body.tool_choice or {}
+    kinds = {"auto": "auto", "any": "required", "none": "none",
+             "tool": {"type": "function", "function": {"name": choice.get("name")}}}
+    if choice and choice.get("type") not in kinds:
+        raise bad_request(f"tool_choice.type is {str(choice.get('type'))[:64]!r}; it must be one of {', '.join(kinds)}",
+                          "tool_choice.type")
+    parallel = False if choice.get("disable_parallel_tool_use") else None
+    return {"tools": tools or None, "tool_choice": kinds[choice["type"]] if choice else None,
+            "parallel_tool_calls": parallel}
