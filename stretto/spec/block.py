@@ -24,13 +24,13 @@ import torch
 
 from stretto.attn.api import LayerSpec
 from stretto.model.config import ModelConfig
-from stretto.model.layers import Embedding, GatedMLP, HeadNorm, Linear, RMSNorm, Rotary, rotate
+from stretto.model.layers import Embedding, GatedMLP, HeadNorm, Linear, RMSNorm, rotate
 from stretto.model.source import WeightSource
 from stretto.model.weights import Weights
 from stretto.ragged import RaggedStep
 from stretto.spec.api import DrafterCaps, Offer, SlotView
 from stretto.spec.context import DrafterContext, DrafterError, DraftKV, Target
-from stretto.spec.layers import layer_specs
+from stretto.spec.layers import layer_specs, rotary_of
 from stretto.spec.repos import DraftRepo, check_equal, check_vocabulary, tap_names
 from stretto.spec.sources import Renamed, parse_config
 from stretto.spec.steps import StreamKV, block, last_cell, stream_of
@@ -86,6 +86,7 @@ def read_layout(repo: DraftRepo, target: Target, section: str, from_anchor: bool
     if size < (1 if from_anchor else 2):
         raise DrafterError(f"{repo.name}: block_size is {option('block_size')!r}; the config must give a block's size")
     check_equal("hidden size", repo, config.hidden_size, target, target.hidden_size)
+    check_equal("number of layers", repo, int(option("num_target_layers") or target.n_layers), target, target.n_layers)
     check_vocabulary(repo, config.vocab_size, target)
     return Layout(
         config=replace(config, windows=_windows(repo, layer_raw, config.n_layers)),
@@ -174,7 +175,7 @@ class Backbone:
         self.head = DraftHead(repo, source, w, context, layout.draft_vocab, c.hidden_size)
         if extra is not None:
             extra(w, source)
-        self.rotary = Rotary(c.rope, c.head_dim, c.max_position, context.device)
+        self.rotary = rotary_of(c, context, layout.size)
         w.fill()
         self.kv = context.own_kv(self.specs)
         most = max(1, MAX_FOLD // (c.n_heads // c.n_kv_heads))
@@ -182,7 +183,7 @@ class Backbone:
 
     def remember(self, step: RaggedStep, taps: dict[str, torch.Tensor]) -> None:
         """Writes the context's keys and values of every token that was fed."""
-        most = self.layout.config.max_position
+        most = len(self.rotary.table)
         context = self.hidden_norm(self.fc(torch.cat([taps[name] for name in self.layout.taps], 1)))
         rope = self.rotary.at(step.positions.clamp(max=most - 1))
         for i, layer in enumerate(self.layers):
@@ -192,7 +193,7 @@ class Backbone:
     def run(self, step: RaggedStep, rows: torch.Tensor | None, last_ids: torch.Tensor,
             length: torch.Tensor) -> torch.Tensor:
         """The block after `last_ids` [N], which stand at `length` [N]: hidden states after the norm, [N, B, E]."""
-        layout, most = self.layout, self.layout.config.max_position
+        layout, most = self.layout, len(self.rotary.table)
         stream = stream_of(step, 0, 0).take(rows)
         n, size = len(last_ids), layout.size
         ids = torch.full((n, size), layout.mask_id, dtype=torch.int64, device=last_ids.device)

@@ -52,7 +52,8 @@ class ChainDrafter:
         self.slots, self.choose, self.backend = context.slots, context.choose, context.attention
         self.kv = context.own_kv(model.layers)
         self.exact = context.device.type == "cpu"
-        self.most = min(model.max_position, max(context.positions, 1) + context.width)
+        served = context.positions + context.width if context.positions else model.max_position
+        self.most = min(model.max_position, served)  # items of the stream that can have a cell
         self._views: dict[int, StreamKV] = {}
 
     def ingest(self, step: RaggedStep, taps: dict[str, torch.Tensor]) -> None:

@@ -12,12 +12,12 @@ import torch
 
 from stretto.attn.api import Attend
 from stretto.model.config import ModelConfig
-from stretto.model.layers import Linear, RMSNorm, Rotary
+from stretto.model.layers import Linear, RMSNorm
 from stretto.model.weights import Weights
 from stretto.spec.api import Drafter, DrafterCaps
 from stretto.spec.chain import ChainDrafter
 from stretto.spec.context import DrafterContext, DrafterSizes, Target
-from stretto.spec.layers import DraftLayer, kv_groups, layer_specs, style_of
+from stretto.spec.layers import DraftLayer, kv_groups, layer_specs, rotary_of, style_of
 from stretto.spec.repos import DraftRepo, check_equal, check_vocabulary, count_parameters, open_repo
 from stretto.spec.sources import Renamed, parse_config
 
@@ -50,7 +50,7 @@ class EagleModel:
         self.decoder = [DraftLayer(config, w, f"layers.{i}", i, style) for i in range(config.n_layers)]
         self.norms = [RMSNorm(w, f"layers.{i}.input_layernorm", hidden, config.norm_eps)
                       for i in range(1, config.n_layers)]
-        self.rotary = Rotary(config.rope, config.head_dim, config.max_position, context.device)
+        self.rotary = rotary_of(config, context, context.width)
         w.ignore("embed_tokens.weight", "lm_head.weight")
         w.fill()
         self.embed, self.head = context.lent_embedding(), context.model.logits

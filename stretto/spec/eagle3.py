@@ -20,13 +20,13 @@ import torch
 
 from stretto.attn.api import Attend
 from stretto.model.config import ModelConfig
-from stretto.model.layers import Embedding, Linear, RMSNorm, Rotary
+from stretto.model.layers import Embedding, Linear, RMSNorm
 from stretto.model.weights import Weights
 from stretto.spec.api import Drafter, DrafterCaps
 from stretto.spec.chain import ChainDrafter
 from stretto.spec.context import DrafterContext, DrafterError, DrafterSizes, Target
 from stretto.spec.eagle import chain_caps, plain_name
-from stretto.spec.layers import DraftLayer, kv_groups, layer_specs, style_of
+from stretto.spec.layers import DraftLayer, kv_groups, layer_specs, rotary_of, style_of
 from stretto.spec.repos import DraftRepo, check_equal, check_vocabulary, count_parameters, open_repo, tap_names
 from stretto.spec.sources import Renamed, parse_config
 from stretto.spec.vocabulary import DraftHead
@@ -107,7 +107,7 @@ class Eagle3Model:
                         for i in range(c.n_layers)]
         self.norm = RMSNorm(w, "norm", c.hidden_size, eps)
         self.head = DraftHead(repo, source, w, context, layout.draft_vocab, c.hidden_size)
-        self.rotary = Rotary(c.rope, c.head_dim, c.max_position, context.device)
+        self.rotary = rotary_of(c, context, context.width)
         w.fill()
 
     def features(self, taps: dict[str, torch.Tensor]) -> torch.Tensor:

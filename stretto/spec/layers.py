@@ -11,14 +11,21 @@ import torch
 from stretto.attn.api import Attend, LayerSpec
 from stretto.model.config import ModelConfig
 from stretto.model.families.llama import Style
-from stretto.model.layers import GatedMLP, HeadNorm, Linear, RMSNorm, rotate
+from stretto.model.layers import GatedMLP, HeadNorm, Linear, RMSNorm, Rotary, rotate
 from stretto.model.weights import Weights
+from stretto.spec.context import DrafterContext
 
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """Attention of each layer of a drafter's config."""
     return tuple(LayerSpec(config.n_heads, config.n_kv_heads, config.head_dim, config.head_dim**-0.5, window)
                  for window in config.windows)
+
+
+def rotary_of(config: ModelConfig, context: DrafterContext, ahead: int) -> Rotary:
+    """For the positions that are served and those that a proposal reaches past them, or as many as the drafter has."""
+    positions = min(config.max_position, context.positions + ahead) if context.positions else config.max_position
+    return Rotary(config.rope, config.head_dim, positions, context.device)
 
 
 def kv_groups(config: ModelConfig) -> tuple[tuple[int | None, int], ...]:

@@ -18,14 +18,14 @@ import torch
 
 from stretto.attn.api import Attend
 from stretto.model.config import ModelConfig, read_config
-from stretto.model.layers import Linear, RMSNorm, Rotary
+from stretto.model.layers import Linear, RMSNorm
 from stretto.model.source import SafetensorsSource
 from stretto.model.weights import Weights
 from stretto.spec.api import Drafter, DrafterCaps
 from stretto.spec.chain import ChainDrafter
 from stretto.spec.context import DrafterContext, DrafterError, DrafterSizes, Target
 from stretto.spec.eagle import chain_caps
-from stretto.spec.layers import DraftLayer, kv_groups, layer_specs, style_of
+from stretto.spec.layers import DraftLayer, kv_groups, layer_specs, rotary_of, style_of
 from stretto.spec.repos import count_parameters, split_settings
 from stretto.spec.sources import Renamed, parse_config
 
@@ -72,7 +72,7 @@ class MTPModel:
         self.input_norm = RMSNorm(w, "mtp.input_layernorm", c.hidden_size, c.norm_eps)
         self.decoder = DraftLayer(c, w, "mtp", 0, style_of(c))
         self.output_norm = RMSNorm(w, f"mtp.{naming.output_norm}", c.hidden_size, c.norm_eps)
-        self.rotary = Rotary(c.rope, c.head_dim, c.max_position, context.device)
+        self.rotary = rotary_of(c, context, context.width)
         w.fill()
         self.embed, self.head = context.lent_embedding(), context.model.logits
 

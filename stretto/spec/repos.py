@@ -10,8 +10,9 @@ from typing import Any
 
 from stretto.model.config import ConfigError, read_config
 from stretto.model.hub import ModelNotFound, resolve_model
-from stretto.model.source import SafetensorsSource, WeightError, WeightSource
+from stretto.model.source import WeightError, WeightSource
 from stretto.spec.context import DrafterError, Target
+from stretto.spec.sources import open_source
 
 TREES = ("trees of drafts are not verified here: a slot has one chain of drafts (no parent column, no tree mask, no"
          " compaction of accepted cells): leave topk out, or set it to 1")
@@ -32,7 +33,7 @@ class DraftRepo:
 
     def source(self) -> WeightSource:
         try:
-            return SafetensorsSource(self.path)
+            return open_source(self.path)
         except WeightError as e:
             raise DrafterError(f"{self.name}: {e}") from e
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from stretto.model.config import ModelConfig
-from stretto.model.source import WeightSource
+from stretto.model.source import SafetensorsSource, WeightError, WeightSource
 
 _ARCHITECTURE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
                  "mistral": "MistralForCausalLM"}
@@ -29,6 +31,33 @@ class Renamed:
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._source.tensor(self._old[name])
+
+
+class PickledSource:
+    """`pytorch_model.bin`, as older draft checkpoints come. Read with weights_only: no code of the file runs."""
+
+    def __init__(self, path: Path):
+        try:
+            self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, OSError, pickle.UnpicklingError) as e:
+            raise WeightError(f"{path.name} cannot be read as tensors alone ({e}): convert it to safetensors") from e
+
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+
+def open_source(folder: Path) -> WeightSource:
+    """Raises WeightError."""
+    pickled = folder / "pytorch_model.bin"
+    if pickled.is_file() and not any(folder.glob("*.safetensors*")):
+        return PickledSource(pickled)
+    return SafetensorsSource(folder)
 
 
 def parse_config(raw: Mapping[str, Any], **more: Any) -> ModelConfig:

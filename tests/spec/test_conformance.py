@@ -55,9 +55,9 @@ def name_of(check) -> str:
 
 
 # eagle3 (taps, seams, a cell made of two positions) and dflash (blocks) stand for their relatives in the default run
-ALWAYS = {"eagle3": {name_of(c) for c in CHECKS}, "dflash": {"greedy_text", "prefix_hits", "retraction", "choices"},
-          "standalone": {"greedy_text", "sampled_text", "prefix_hits"}, "ngram": {"greedy_text", "sampled_text"},
-          "eagle": {"prefix_hits"}, "dspark": {"greedy_text", "sampled_text"}}
+ALWAYS = {"eagle3": {name_of(c) for c in CHECKS}, "dflash": {"greedy_text", "prefix_hits", "choices", "mixed_steps"},
+          "standalone": {"greedy_text", "sampled_text"}, "ngram": {"greedy_text"}, "eagle": {"choices"},
+          "dspark": {"sampled_text"}}
 
 
 @pytest.mark.parametrize(("kind", "check"), [
