@@ -6,11 +6,35 @@ The same structs travel in process (as objects) and between processes (msgpack t
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from stretto.params import SamplingParams
+
+
+class SessionTurn(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How a request continues a session. Its prompt is:
+
+        tag       Request.tokens, which the client sends whole; what they share with the history is not computed again
+        append    the history (after `after`, `offset`, `drop_previous_output`, or none of it with `replace`), then
+                  Request.tokens; or, behind a history that is not empty, `continuation` where it is given
+    """
+
+    sid: str
+    mode: Literal["tag", "append"] = "tag"
+    create: bool = True  # opens the session where it is not open; False: session_not_found
+    branch_from: str | None = None  # the session is new, and starts with the history of this one
+    after: str | None = None  # the turn, by its `turn_id`, that this one follows; None: the last one
+    offset: int | None = None  # the history's first `offset` ids stay; negative: all but the last ones
+    replace: bool = False  # with `after`: the turns that followed it are forgotten; without: the whole history is
+    drop_previous_output: bool = False  # the history ends with the prompt of its last turn
+    continuation: list[int] | None = None
+    join: bool = False  # the continuation's first id is left out where the history ends with it
+    on_busy: Literal["wait", "reject"] = "wait"  # behind a live turn: wait, if there is room, or session_busy
+    on_disconnect: Literal["rollback", "keep"] = "rollback"  # an aborted turn: no trace, or what was received stays
+    final: bool = False  # the session closes when this turn has ended
+    turn_id: str | None = None  # by which later turns may name it; None: the request's id
 
 
 class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -23,12 +47,72 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     cache_salt: str = ""  # prefixes are shared only between requests of equal salt
     want_text: bool = True  # False: ids only, the engine does not detokenise
     arrival: float = 0.0  # time.monotonic of the front end
+    session: SessionTurn | None = None
 
 
 class Abort(msgspec.Struct, tag=True):
     """Ends a request, wherever it is. The last Output of each live choice says finish_reason "abort"."""
 
     rid: str
+
+
+# ------------------------------------------------------------------------------------------------------- sessions
+class OpenSession(msgspec.Struct, tag=True, kw_only=True):
+    """Opens a session, without a turn. Refused where the id is taken, or no session can make room."""
+
+    sid: str
+    cache_salt: str = ""
+    ttl: float | None = None  # seconds idle until it closes; None: the server's setting
+    capacity: int | None = None  # most ids of its history; None: the context
+
+
+class CloseSession(msgspec.Struct, tag=True):
+    """An idle session goes at once. One with a live turn takes no more turns and goes when that one ends, which `abort`
+    makes now."""
+
+    sid: str
+    abort: bool = False
+
+
+class GetSession(msgspec.Struct, tag=True):
+    sid: str | None = None  # None: all of them
+
+
+class BranchSession(msgspec.Struct, tag=True):
+    """A new session on the first `at` ids of an idle one's history; None: on all of them."""
+
+    sid: str
+    new_sid: str
+    at: int | None = None
+
+
+class RewindSession(msgspec.Struct, tag=True):
+    """The first `at` ids of an idle session's history stay."""
+
+    sid: str
+    at: int
+
+
+class FlushCache(msgspec.Struct, tag=True):
+    """Frees every KV page that no running turn uses; idle sessions keep their ids."""
+
+
+Action = OpenSession | CloseSession | GetSession | BranchSession | RewindSession | FlushCache
+
+
+class SessionInfo(msgspec.Struct, kw_only=True):
+    """What may be known of a session."""
+
+    id: str
+    state: Literal["idle", "running", "closing"]
+    tokens: int  # ids of its history
+    cached_tokens: int  # of them, those whose KV the session holds now
+    turns: int  # that became history
+    waiting: int  # turns behind the live one
+    last_turn: Literal["none", "finished", "rolled_back", "kept", "failed"]  # how the last one to end ended
+    idle_seconds: float
+    ttl: float
+    capacity: int | None
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -68,6 +152,7 @@ class Output(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None  # on the first output of choice 0
     error: str | None = None  # with finish_reason "error"
+    error_code: str | None = None  # with `error`: the request could not be served as asked (see RequestError)
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
@@ -119,6 +204,10 @@ class AsyncEngine(Protocol):
 
     async def stats(self) -> EngineStats: ...
 
+    async def manage(self, action: Action) -> list[SessionInfo]:
+        """The sessions that the action is about, as they are after it. Raises RequestError."""
+        ...
+
     async def healthy(self) -> bool:
         """True while the engine's loop makes progress."""
         ...
@@ -138,7 +227,8 @@ def check_request(request: Request, info: EngineInfo) -> None:
     if n + 1 > info.kv_tokens:
         raise RequestError(f"the prompt has {n} tokens; the KV cache holds {info.kv_tokens}: shorten the prompt, or"
                            " give the server more KV memory", param="prompt", code="context_length_exceeded")
-    bad = next((t for t in request.tokens if not 0 <= t < info.vocab_size), None)
+    continuation = request.session.continuation or [] if request.session is not None else []
+    bad = next((t for t in (*request.tokens, *continuation) if not 0 <= t < info.vocab_size), None)
     if bad is not None:
         raise RequestError(f"prompt token id {bad} is not in the vocabulary (0..{info.vocab_size - 1})", param="prompt")
     try:

@@ -185,13 +185,19 @@ class Results:
             self._release(turn)
         self._retire(turn)
 
-    def abort(self, rid: str) -> list[Output]:
-        """Releases every choice of the request at once; what is in flight will find nobody."""
+    def abort(self, rid: str, received: int | None = None) -> list[Output]:
+        """Releases every choice of the request at once; what is in flight will find nobody. `received`: generated ids
+        that the client surely has (None: all), of a session's turn that may keep them."""
         outputs: list[Output] = []
         for turn in self._live.of(rid):
             self._counters.aborts += 1
             outputs += self._outputs_at_end(turn, (ABORT, None))
-            outputs += self._withdraw(turn)
+            self._unseat(turn)
+            if turn.session is not None:
+                self._retire(turn)
+                outputs += self._sessions.aborted(turn, received)
+            else:
+                self._let_go(turn)
         if not outputs and self._sessions.cancel(rid):
             outputs.append(Output(rid, 0, [], "", ABORT))
         return outputs
@@ -202,9 +208,11 @@ class Results:
         outputs = self._outputs_at_end(turn, (LENGTH, POOL_FULL))
         if turn.text is not None and turn.job.request.want_text:
             outputs[0].text = turn.text.push([], True).text  # what was held back
-        return outputs + self._withdraw(turn)
+        self._unseat(turn)
+        self._let_go(turn)
+        return outputs + (self._sessions.finished_without_pages(turn) if turn.session is not None else [])
 
-    def _withdraw(self, turn: Turn) -> list[Output]:
+    def _unseat(self, turn: Turn) -> None:
         if turn.slot >= 0:
             self._slots.leave(turn)
         else:
@@ -212,7 +220,6 @@ class Results:
         if turn.lease is not None:
             self._release(turn)
         self._retire(turn)
-        return self._sessions.aborted(turn) if turn.session is not None else []
 
     def _release(self, turn: Turn) -> None:
         assert turn.lease is not None
@@ -227,6 +234,8 @@ class Results:
 
     def _outputs_at_end(self, turn: Turn, ending: Ending, error: str | None = None,
                         scores: list[TokenLogprob] | None = None) -> list[Output]:
+
+    def _let_go(self, turn: Turn) -> None:
         """The last output of a turn, and of the choices that were to be forked from it."""
         indices = (turn.job.index, *range(1, 1 + turn.unforked))
         return [Output(turn.job.request.rid, index, [], "", *ending, copy(turn.usage), error=error,
@@ -257,7 +266,7 @@ class Results:
             except HostFault:
                 self._ledger.fence(lease)
         self._retire(turn)
-        return self._sessions.aborted(turn) if turn.session is not None else []
+        return self._sessions.failed(turn) if turn.session is not None else []
 
 
 def _token_logprob(token: int, score: TokenScore, alternatives: int) -> TokenLogprob:

@@ -1,83 +1,130 @@
 """Sessions: ids that stay, and a lease that may.
 
-    idle ----append----> running ----end of turn----> idle        the lease stays with the session
-                            |                           |
-                     append: waits           pool short: reclaimed; the ids stay, KV is computed again
-                            v
-               end of turn: in place, same slot and pages, a new epoch
+    idle ----turn----> running ----finished----> idle        the turn is history; the lease stays with the session
+      |                   | \\-----aborted------> idle        rolled back, or what the client received stays
+      |                   |  \\----failed-------> idle        rolled back
+      |                   turn: waits, if there is room      (a retracted turn is running: it waits for pages)
+      |                   close: closing, until it has ended
+      pool short: the lease goes, the ids stay, KV is computed again
+      idle for `ttl` seconds, or closed: gone
 
-A session's history is its finished turns. A turn that was aborted, or ended with an error, leaves no trace in it.
+A session's history is its finished turns. How a turn ended is said by whoever ends it, never inferred. Expiry is
+decided here alone, when a verb or a tick looks at the clock.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
 
 from stretto.host.counters import Counters
+from stretto.host.history import History, Past, common
 from stretto.host.intake import Intake
 from stretto.host.ledger import Lease, Ledger
+from stretto.host.limits import HostLimits
 from stretto.host.live import Live
 from stretto.host.ops import Ops
 from stretto.host.queue import Queue
 from stretto.host.slots import Slots
 from stretto.host.turn import ERROR, Turn
-from stretto.protocol import Output, Request, RequestError
+from stretto.protocol import Output, Request, RequestError, SessionInfo, SessionTurn
 from stretto.wire import Seam
+
+FINISHED, ROLLED_BACK, KEPT, FAILED = "finished", "rolled_back", "kept", "failed"  # how a turn ended
+
+MAX_GONE = 1 << 16  # expired ids that are remembered, so that a client is told instead of starting anew unknowingly
 
 
 @dataclass(eq=False, slots=True)
 class Session:
     sid: str
     cache_salt: str
-    tokens: list[int] = field(default_factory=list)  # of finished turns
+    ttl: float  # seconds
+    capacity: int | None
+    used: float  # when, by the host's clock
+    history: History = field(default_factory=History)
     lease: Lease | None = None  # while idle, unless it was reclaimed
+    proved: int = 0  # ids of the history whose KV was computed, whether or not it is still held
     turn: Turn | None = None
-    queued: Request | None = None  # the next turn's request, which came before this one ended
+    base: tuple[Past | None, int] = (None, 0)  # of the live turn: what it follows, and how many ids of it
+    waiting: deque[Request] = field(default_factory=deque)
+    closing: bool = False
+    keeps: bool = False  # its history is here alone: some turn was appended
+    turns: int = 0
+    last_turn: str = "none"
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of finished turns."""
+        return self.history.tokens
+
+    @property
+    def queued(self) -> Request | None:
+        return self.waiting[0] if self.waiting else None
 
 
 class Sessions:
     """Raises KeyError for a session that is not open, RequestError for what cannot be done."""
 
-    def __init__(self, ledger: Ledger, slots: Slots, queue: Queue, live: Live, intake: Intake, ops: Ops,
-                 counters: Counters):
-        self._ledger, self._slots, self._queue, self._live = ledger, slots, queue, live
+    def __init__(self, limits: HostLimits, ledger: Ledger, slots: Slots, queue: Queue, live: Live, intake: Intake,
+                 ops: Ops, counters: Counters):
+        self._limits, self._ledger, self._slots, self._queue, self._live = limits, ledger, slots, queue, live
         self._intake, self._ops, self._counters = intake, ops, counters
-        self._open: dict[str, Session] = {}
+        self._open: dict[str, Session] = {}  # least recently used first
         self._waiting: dict[str, Session] = {}  # by the id of the request that waits behind a live turn
         self._idle: dict[Session, None] = {}  # with a lease, least recently used first
+        self._gone: dict[str, None] = {}  # ids of expired sessions whose history nobody else has
 
     # ------------------------------------------------------------------------------------------------------ verbs
-    def open(self, sid: str, cache_salt: str = "") -> Session:
+    def open(self, sid: str, cache_salt: str = "", ttl: float | None = None, capacity: int | None = None) -> Session:
+        self.expire()
         if sid in self._open:
-            raise RequestError(f"session {sid!r} is open already", param="session")
-        session = self._open[sid] = Session(sid, cache_salt)
+            raise RequestError(f"session {sid!r} is open already", param="session_id", code="session_exists")
+        if len(self._open) >= self._limits.max_sessions:
+            self._displace()
+        self._gone.pop(sid, None)
+        session = Session(sid, cache_salt, self._limits.session_ttl if ttl is None else ttl, capacity,
+                          self._limits.clock())
+        self._open[sid] = session
+        self._counters.sessions_opened += 1
         return session
 
-    def append(self, sid: str, request: Request) -> None:
-        """The session's next turn: `request.tokens` follow its history. Waits, one at most, behind a live turn."""
-        session = self._open[sid]
-        if request.sampling.n != 1 or request.cache_salt != session.cache_salt:
-            raise RequestError("a session's turn has n 1 and the session's cache_salt", param="session")
-        if request.rid in self._live or self.waits(request.rid):
-            raise RequestError(f"request {request.rid!r} is live already", param="rid")
-        if session.turn is None:
-            self._start(session, request)
-        elif session.queued is None:
-            session.queued = request
-            self._waiting[request.rid] = session
-        else:
-            raise RequestError(f"session {sid!r} has a live turn and one that waits", param="session")
+    def submit(self, request: Request) -> None:
+        """The turn that `request.session` describes. A turn that is refused leaves everything as it was."""
+        order = request.session
+        assert order is not None
+        self.expire()
+        self._check(request)
+        session, opened = self._open.get(order.sid), False
+        if session is None or order.branch_from is not None:
+            session, opened = self._open_for(request, order), True
+        try:
+            self._take(session, request)
+        except RequestError:
+            if opened:
+                self._remove(session)
+            raise
 
-    def branch(self, sid: str, new_sid: str, n: int) -> Session:
-        """A new session on the first `n` ids of an idle one; shares its pages where it still has them."""
+    def append(self, sid: str, request: Request) -> None:
+        """The session's next turn: `request.tokens` follow its history."""
+        self.get(sid)
+        self.submit(msgspec.structs.replace(request, session=SessionTurn(sid=sid, mode="append")))
+
+    def branch(self, sid: str, new_sid: str, n: int | None = None) -> Session:
+        """A new session on the first `n` ids of an idle one (None: all); shares its pages where it still has them."""
         session = self._open[sid]
+        n = len(session.tokens) if n is None else n
         if session.turn is not None or not 1 <= n <= len(session.tokens):
             raise RequestError(f"session {sid!r} cannot branch at {n}: it must be idle and have that many ids ("
-                               f"{len(session.tokens)})", param="session")
-        child = self.open(new_sid, session.cache_salt)
-        child.tokens = session.tokens[:n]
+                               f"{len(session.tokens)})", param="session_id", code=_busy(session))
+        child = self.open(new_sid, session.cache_salt, session.ttl, session.capacity)
+        child.history, child.keeps = session.history.branch(n), session.keeps
         if session.lease is not None and n <= session.lease.lo:
             child.lease, _ = self._ledger.fork(session.lease, session.tokens, n, session.lease.top)
+        child.proved = min(n, session.proved)
         self._counters.branches += 1
         if child.lease is not None:
             self._idle[child] = None
@@ -87,22 +134,50 @@ class Sessions:
         """The history's first `n` ids stay; of an idle session."""
         session = self._open[sid]
         if session.turn is not None or not 0 <= n <= len(session.tokens):
-            raise RequestError(f"session {sid!r} cannot be rewound to {n}: it must be idle and have that many ids",
-                               param="session")
-        session.tokens = session.tokens[:n]
-        if session.lease is not None and self._ledger.truncate(session.lease, n) == 0:
-            self._give_up(session)  # the next turn looks in the prefix tree
+            raise RequestError(f"session {sid!r} cannot be rewound to {n}: it must be idle and have that many ids ("
+                               f"{len(session.tokens)})", param="session_id", code=_busy(session))
+        tokens = session.tokens
+        session.history.cut(n)
+        session.proved = min(session.proved, n)
+        self._touch(session)
+        if session.lease is not None:
+            session.lease = self._cut(session.lease, tokens, n)
+            if session.lease is None:
+                del self._idle[session]
 
     def close(self, sid: str) -> None:
-        """Of an idle session; its live turn is aborted first."""
+        """An idle session goes at once, one with a live turn when that turn, and those that wait, have ended."""
         session = self._open[sid]
-        if session.turn is not None:
-            raise RequestError(f"session {sid!r} has a live turn: abort it first", param="session")
-        del self._open[sid]
-        self._give_up(session)
+        session.closing = True
+        if session.turn is None:
+            self._remove(session)
 
     def get(self, sid: str) -> Session:
         return self._open[sid]
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, sid: str) -> bool:
+        return sid in self._open
+
+    @property
+    def held_tokens(self) -> int:
+        """Ids of all histories."""
+        return sum(len(session.tokens) for session in self._open.values())
+
+    def info(self, sid: str | None = None) -> list[SessionInfo]:
+        """Of one session, or of all, most recently used first."""
+        self.expire()
+        now = self._limits.clock()
+        chosen = reversed(self._open.values()) if sid is None else [self._open[sid]]
+        return [self._info(session, now) for session in chosen]
+
+    def turns_of(self, sid: str) -> list[str]:
+        """Ids of the requests that wait behind the live turn, last first, then of the live one."""
+        session = self._open[sid]
+        live = [session.turn.job.request.rid] if session.turn is not None else []
+        return [request.rid for request in reversed(session.waiting)] + live
 
     # --------------------------------------------------------------------------------------------- from the engine
     def waits(self, rid: str) -> bool:
@@ -112,92 +187,265 @@ class Sessions:
         return [s.lease for s in self._idle if s.lease is not None]
 
     def reclaim(self) -> bool:
-        """Takes the lease of the session that has been idle longest. False where no idle session has one."""
+        """Takes the lease of the session that has been idle longest: its full pages go into the prefix tree, where
+        they are evicted one by one, so no more is lost than is needed. False where no idle session has one."""
         session = next(iter(self._idle), None)
         if session is None:
             return False
         self._give_up(session)
         return True
 
+    def reclaim_all(self) -> None:
+        while self.reclaim():
+            pass
+
+    def expire(self) -> None:
+        """Closes the sessions that have been idle for longer than they may."""
+        now = self._limits.clock()
+        late = [s for s in self._open.values() if s.turn is None and now - s.used > s.ttl]
+        for session in late:
+            self._counters.sessions_expired += 1
+            if session.keeps:
+                self._gone[session.sid] = None
+            self._remove(session)
+        while len(self._gone) > MAX_GONE:
+            del self._gone[next(iter(self._gone))]
+
     def ended(self, turn: Turn, exact: bool) -> list[Output]:
         """A turn finished, its lease settled, its slot still taken. `exact`: the device ended it, so the slot still
         holds the taps of its last cell."""
         session, lease = turn.session, turn.lease
         assert session is not None and lease is not None
-        session.tokens, session.turn = list(turn.tokens), None
-        outputs: list[Output] = []
-        following = self._following(session, outputs)
-        if following is None:
-            self._slots.leave(turn)
-            self._ledger.publish(lease, turn.tokens)
-            self._ledger.slide(lease)
-            self._ledger.shrink(lease)
-            session.lease, turn.lease = lease, None
-            self._idle[session] = None
-        else:
-            self._continue_in_place(session, turn, following, exact)
-        return outputs
+        self._commit(session, turn, FINISHED)
+        session.proved = lease.lo
+        following = session.queued
+        in_place = following is not None and self._continue_in_place(session, turn, following, exact)
+        if in_place:
+            return []
+        self._slots.leave(turn)
+        turn.lease = None
+        self._park(session, lease)
+        return self._next(session)
 
-    def aborted(self, turn: Turn) -> list[Output]:
-        """A turn ended without a trace, its slot and lease gone. The one that waits behind it starts."""
+    def finished_without_pages(self, turn: Turn) -> list[Output]:
+        """The pool holds no more of a turn, whose lease is gone."""
         session = turn.session
         assert session is not None
-        session.turn = None
-        outputs: list[Output] = []
-        following = self._following(session, outputs)
-        if following is not None:
-            self._enter(session, following)
-            self._queue.push(following)
-        return outputs
+        self._commit(session, turn, FINISHED)
+        session.proved = 0
+        return self._next(session)
+
+    def aborted(self, turn: Turn, received: int | None) -> list[Output]:
+        """A turn was ended by its client, its slot gone, its lease, if any, still there. `received`: generated ids
+        that the client surely has; None: all that were delivered."""
+        session = turn.session
+        assert session is not None
+        order, lease = turn.job.request.session, turn.lease
+        generated = len(turn.tokens) - turn.job.prompt
+        stays = generated if received is None else min(received, generated)
+        if order is not None and order.on_disconnect == "keep" and stays > 0:
+            del turn.tokens[turn.job.prompt + stays :]
+            self._commit(session, turn, KEPT)
+            self._counters.turns_kept += 1
+        else:
+            self._roll_back(session, ROLLED_BACK)
+        turn.lease = None
+        if lease is not None:
+            self._ledger.settle(lease, len(turn.tokens))
+            self._park(session, self._cut(lease, turn.tokens, common(session.tokens, turn.tokens)))
+        return self._next(session)
+
+    def failed(self, turn: Turn) -> list[Output]:
+        """A turn was ended by an error, its slot and lease gone."""
+        session = turn.session
+        assert session is not None
+        self._roll_back(session, FAILED)
+        return self._next(session)
 
     def cancel(self, rid: str) -> bool:
         """Drops a request that waits behind a live turn."""
         session = self._waiting.pop(rid, None)
         if session is None:
             return False
-        session.queued = None
+        session.waiting = deque(request for request in session.waiting if request.rid != rid)
         return True
 
-    # ----------------------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------------------------ turns begin
+    def _check(self, request: Request) -> None:
+        if request.rid in self._live or self.waits(request.rid):
+            raise RequestError(f"request {request.rid!r} is live already", param="rid")
+        if request.sampling.n != 1:
+            raise RequestError(f"n is {request.sampling.n}; a session's turn has n 1, since its answer becomes the"
+                               " history: branch the session for other answers", param="n")
+
+    def _open_for(self, request: Request, order: SessionTurn) -> Session:
+        if order.branch_from is not None:
+            if order.branch_from not in self._open:
+                raise not_found(order.branch_from)
+            return self.branch(order.branch_from, order.sid)
+        if not order.create or (order.mode == "append" and order.sid in self._gone and not order.replace):
+            raise not_found(order.sid)
+        return self.open(order.sid, request.cache_salt)
+
+    def _take(self, session: Session, request: Request) -> None:
+        order = request.session
+        assert order is not None
+        if request.cache_salt != session.cache_salt:
+            raise RequestError(f"session {session.sid!r} was opened with another cache_salt: send that one with every"
+                               " turn", param="cache_salt")
+        if session.closing:
+            raise RequestError(f"session {session.sid!r} is closing and takes no more turns", param="session_id",
+                               code="session_closing")
+        if session.turn is None:
+            self._start(session, request)
+        else:
+            self._wait(session, request, order)
+        session.closing |= order.final
+        session.keeps |= order.mode == "append"
+        self._touch(session)
+
+    def _wait(self, session: Session, request: Request, order: SessionTurn) -> None:
+        if order.on_busy == "reject" or len(session.waiting) >= self._limits.session_queue:
+            self._counters.sessions_busy += 1
+            raise RequestError(f"session {session.sid!r} has a live turn and {len(session.waiting)} that wait (the"
+                               f" limit is {self._limits.session_queue}): send this one when they have ended, or abort"
+                               " them", param="session_id", code="session_busy")
+        session.waiting.append(request)
+        self._waiting[request.rid] = session
+
+    def _make(self, session: Session, request: Request) -> tuple[Turn, Past | None, int]:
+        """(turn, what it follows, ids of its prompt that are history). Changes nothing; raises RequestError."""
+        order = request.session
+        assert order is not None
+        past, tokens, kept = session.history.prompt_of(order, request.tokens)
+        scored = 0 if order.mode == "tag" else kept  # what the client did not send is not scored for it
+        turn = self._intake.turn(request, tokens, scores_from=scored, capacity=session.capacity)
+        turn.session = session
+        return turn, past, kept
+
     def _start(self, session: Session, request: Request) -> None:
-        turn = self._intake.turn(request, session.tokens + request.tokens, scores_from=len(session.tokens))
+        turn, past, kept = self._make(session, request)
+        shared = common(session.tokens, turn.tokens)
+        turn.expected = min(session.proved, shared, turn.adoptable)
         if session.lease is not None:
             del self._idle[session]
-            turn.lease, session.lease = session.lease, None
-            self._ledger.limit(turn.lease, turn.job.limit - 1)
-        self._enter(session, turn)
+            lease, session.lease = session.lease, None
+            turn.lease = self._cut(lease, session.tokens, min(shared, turn.adoptable))
+            if turn.lease is not None:
+                self._ledger.limit(turn.lease, turn.job.limit - 1)
+        self._enter(session, turn, past, kept)
         self._queue.push(turn)
 
-    def _following(self, session: Session, outputs: list[Output]) -> Turn | None:
-        request, session.queued = session.queued, None
-        if request is None:
-            return None
-        del self._waiting[request.rid]
-        try:
-            return self._intake.turn(request, session.tokens + request.tokens, scores_from=len(session.tokens))
-        except RequestError as error:
-            outputs.append(Output(request.rid, 0, [], "", ERROR, error=str(error)))
-            return None
-
-    def _continue_in_place(self, session: Session, old: Turn, new: Turn, exact: bool) -> None:
-        """What is in flight for the old epoch is ignored on both sides."""
+    def _continue_in_place(self, session: Session, old: Turn, request: Request, exact: bool) -> bool:
+        """The next turn takes over slot and pages, where it only adds to the history. What is in flight for the old
+        epoch is ignored on both sides."""
         lease = old.lease
         assert lease is not None
+        try:
+            new, past, kept = self._make(session, request)
+        except RequestError:
+            return False  # told by `_next`
+        n = len(old.tokens)
+        if new.tokens[:n] != old.tokens or not lease.lo <= new.adoptable or not new.ready:
+            return False
+        del self._waiting[session.waiting.popleft().rid]
+        new.expected = lease.lo
         self._ops.map(old.slot, self._ledger.publish(lease, old.tokens))
         self._ops.map(old.slot, self._ledger.slide(lease))
         self._ledger.limit(lease, new.job.limit - 1)
         new.lease, old.lease = lease, None
         new.usage.cached_tokens = lease.lo
+        self._counters.prompt_tokens += new.job.prompt
+        self._counters.cached_tokens += lease.lo
         seam = Seam.KEEP if exact else self._ledger.seam(lease)
-        self._slots.reseat(old, new, seam, log_from=len(old.tokens))
-        self._enter(session, new)
+        self._slots.reseat(old, new, seam, log_from=n)
+        self._enter(session, new, past, kept)
         self._counters.in_place_turns += 1
+        return True
 
-    def _enter(self, session: Session, turn: Turn) -> None:
-        turn.session, session.turn = session, turn
+    def _enter(self, session: Session, turn: Turn, past: Past | None, kept: int) -> None:
+        session.turn, session.base = turn, (past, kept)
         turn.usage.prompt_tokens = turn.job.prompt
         self._live.add(turn)
         self._counters.session_turns += 1
+
+    # -------------------------------------------------------------------------------------------------- turns end
+    def _commit(self, session: Session, turn: Turn, how: str) -> None:
+        order, (past, kept) = turn.job.request.session, session.base
+        assert order is not None
+        session.history.commit(order.turn_id or turn.job.request.rid, order, past, kept, list(turn.tokens),
+                               turn.job.prompt)
+        session.turn, session.last_turn = None, how
+        session.turns += 1
+        self._touch(session)
+
+    def _roll_back(self, session: Session, how: str) -> None:
+        session.turn, session.last_turn = None, how
+        self._counters.turns_rolled_back += 1
+        self._touch(session)
+
+    def _cut(self, lease: Lease, tokens: list[int], n: int) -> Lease | None:
+        """A lease on the first `n` of its tokens, or on less; None: on nothing, the turn looks in the prefix tree.
+
+        A shared page is never written: where it holds cell n - 1, the lease goes back to the page's start, unless a
+        fork, which copies the page, saves most of it."""
+        if n >= lease.draft_lo:
+            return lease
+        if n < lease.lo and n // self._ledger.page_size < len(lease.nodes) and n % self._ledger.page_size > 1:
+            child, _ = self._ledger.fork(lease, tokens, n, lease.top)
+            if child is not None:
+                self._ledger.drop(lease)
+                return child
+        if n > 0 and self._ledger.truncate(lease, n) > 0:
+            return lease
+        self._ledger.publish(lease, tokens)
+        self._ledger.drop(lease)
+        return None
+
+    def _park(self, session: Session, lease: Lease | None) -> None:
+        """The lease, which reaches no further than the history, stays with the session."""
+        if lease is None:
+            return
+        self._ledger.publish(lease, session.tokens)
+        self._ledger.slide(lease)
+        self._ledger.shrink(lease)
+        session.lease, session.proved = lease, max(lease.lo, min(session.proved, len(session.tokens)))
+        self._idle[session] = None
+
+    def _next(self, session: Session) -> list[Output]:
+        """Starts the first turn that waits and can run; those that cannot are told. A closing session goes."""
+        outputs: list[Output] = []
+        while session.turn is None and session.waiting:
+            request = session.waiting.popleft()
+            del self._waiting[request.rid]
+            try:
+                self._start(session, request)
+            except RequestError as error:
+                outputs.append(Output(request.rid, 0, [], "", ERROR, error=str(error),
+                                      error_code=error.code or "invalid_request"))
+        if session.turn is None and session.closing:
+            self._remove(session)
+        return outputs
+
+    # ----------------------------------------------------------------------------------------------------- inside
+    def _touch(self, session: Session) -> None:
+        session.used = self._limits.clock()
+        self._open[session.sid] = self._open.pop(session.sid)
+
+    def _displace(self) -> None:
+        """Makes room for a new session: the idle one longest unused goes whose client sends its history anyway."""
+        session = next((s for s in self._open.values() if s.turn is None and not s.keeps), None)
+        if session is None:
+            raise RequestError(f"{len(self._open)} sessions are open, which is this server's limit, and none of them"
+                               " can be closed without losing its history: close some, or raise the limit",
+                               param="session_id", code="too_many_sessions")
+        self._counters.sessions_displaced += 1
+        self._remove(session)
+
+    def _remove(self, session: Session) -> None:
+        del self._open[session.sid]
+        self._give_up(session)
+        self._counters.sessions_closed += 1
 
     def _give_up(self, session: Session) -> None:
         self._idle.pop(session, None)
@@ -205,3 +453,23 @@ class Sessions:
             self._ledger.publish(session.lease, session.tokens)
             self._ledger.drop(session.lease)
             session.lease = None
+
+    def _info(self, session: Session, now: float) -> SessionInfo:
+        lease = session.lease or (session.turn.lease if session.turn is not None else None)
+        state: Literal["idle", "running", "closing"]
+        state = "closing" if session.closing else "running" if session.turn is not None else "idle"
+        return SessionInfo(
+            id=session.sid, state=state, tokens=len(session.tokens),
+            cached_tokens=min(lease.lo, len(session.tokens)) if lease is not None else 0, turns=session.turns,
+            waiting=len(session.waiting), last_turn=session.last_turn,  # type: ignore[arg-type]
+            idle_seconds=0.0 if session.turn is not None else max(0.0, now - session.used), ttl=session.ttl,
+            capacity=session.capacity)
+
+
+def _busy(session: Session) -> str | None:
+    return "session_busy" if session.turn is not None else None
+
+
+def not_found(sid: str) -> RequestError:
+    return RequestError(f"there is no session {sid!r}: it was never opened, was closed, or was idle for too long",
+                        param="session_id", code="session_not_found")

@@ -429,17 +429,20 @@ def test_case_8_03_idle_sessions_give_way():
 
 
 def test_case_8_03_two_turns_at_once():
-    h = Harness(plain_world(), 0)
+    h = Harness(plain_world(session_queue=1), 0)
     sid = opened(h, "s")
     session_turn(h, sid, prompt_of(15), max_tokens=20)
     h.sessions[sid] = 1
     h.append(sid)  # waits
     with pytest.raises(RequestError, match="has a live turn and one that waits"):
         session_turn(h, sid, prompt_of(15), max_tokens=20)
-    with pytest.raises(RequestError, match="abort it first"):
-        h.half.sessions.close(sid)
+    h.half.sessions.close(sid)  # returns; the session goes when its turns have ended
+    with pytest.raises(RequestError, match="is closing"):
+        session_turn(h, sid, prompt_of(15), max_tokens=20)
+    assert h.half.sessions.info(sid)[0].state == "closing"
+    del h.sessions[sid]
     run_dry(h)
-    h.half.sessions.close(sid)
+    assert sid not in h.half.sessions
     h.finish()
 
 
