@@ -16,7 +16,7 @@ from stretto.engine.loop import CoreFactory
 from stretto.engine.messages import Event, Shutdown
 from stretto.engine.process import EngineProcess
 from stretto.engine.router import Router
-from stretto.protocol import EngineDead, EngineInfo, EngineStats, Output, Request
+from stretto.protocol import Action, EngineDead, EngineInfo, EngineStats, Output, Request, SessionInfo
 
 WATCH_SECONDS = 0.5
 EXIT_SECONDS = 10.0  # for the child to close its core after Shutdown
@@ -65,6 +65,9 @@ class EngineClient:
 
     async def stats(self) -> EngineStats:
         return await self._router.stats()
+
+    async def manage(self, action: Action) -> list[SessionInfo]:
+        return await self._router.manage(action)
 
     async def healthy(self) -> bool:
         return self._router.healthy()

@@ -10,7 +10,7 @@ import time
 
 from stretto.device.streams import DeviceHalf
 from stretto.host.half import HostHalf
-from stretto.protocol import EngineInfo, EngineStats, Output, Request, check_request
+from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, check_request
 from stretto.wire import pack_plan, unpack_result
 
 
@@ -27,8 +27,16 @@ class EngineCore:
         check_request(request, self.info)
         self.host.submit(request)
 
-    def abort(self, rid: str) -> list[Output]:
-        return self.host.abort(rid)
+    def abort(self, rid: str, received: int | None = None) -> list[Output]:
+        return self.host.abort(rid, received)
+
+    def manage(self, action: Action) -> tuple[list[SessionInfo], list[Output]]:
+        """(the sessions that the action is about, last outputs of turns that it ended). Raises RequestError."""
+        return self.host.manage(action)
+
+    def tick(self) -> None:
+        """Called now and then, also when idle."""
+        self.host.tick()
 
     @property
     def has_work(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from stretto.engine.loop import CoreFactory, run_loop
 from stretto.engine.messages import Command, Event, Shutdown
 from stretto.engine.router import Router
-from stretto.protocol import EngineInfo, EngineStats, Output, Request
+from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo
 
 WATCH_SECONDS = 0.5
 EXIT_SECONDS = 10.0
@@ -65,6 +65,9 @@ class InProcessEngine:
 
     async def stats(self) -> EngineStats:
         return await self._router.stats()
+
+    async def manage(self, action: Action) -> list[SessionInfo]:
+        return await self._router.manage(action)
 
     async def healthy(self) -> bool:
         return self._router.healthy() and self._thread.is_alive()

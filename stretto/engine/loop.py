@@ -23,6 +23,8 @@ from stretto.engine.messages import (
     Command,
     Died,
     Event,
+    Manage,
+    Managed,
     Outputs,
     Progress,
     Refused,
@@ -31,7 +33,7 @@ from stretto.engine.messages import (
     Submit,
     Tick,
 )
-from stretto.protocol import EngineInfo, EngineStats, Output, Request, RequestError
+from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, RequestError, SessionInfo
 
 TICK_SECONDS = 0.5
 
@@ -47,7 +49,15 @@ class Core(Protocol):
         """Raises RequestError for a request that the core cannot serve."""
         ...
 
-    def abort(self, rid: str) -> list[Output]: ...
+    def abort(self, rid: str, received: int | None = None) -> list[Output]: ...
+
+    def manage(self, action: Action) -> tuple[list[SessionInfo], list[Output]]:
+        """(sessions, last outputs of turns that the action ended). Raises RequestError where it cannot be done."""
+        ...
+
+    def tick(self) -> None:
+        """Called at least twice a second while steps are short, also when there is nothing to do."""
+        ...
 
     def step(self) -> list[Output]:
         """Runs one step, returns what became ready; blocks only on the device."""
@@ -131,7 +141,9 @@ class _Loop:
             if isinstance(command, Submit):
                 self.submit(command.request)
             elif isinstance(command, AbortRequest):
-                self.abort(command.rid)
+                self.abort(command.rid, command.received)
+            elif isinstance(command, Manage):
+                self.manage(command)
             elif isinstance(command, AskStats):
                 self.send(Stats(command.serial, self.core.stats()))
             else:
@@ -151,11 +163,23 @@ class _Loop:
             log.exception("the core failed to take request %s", request.rid)
             self.deliver(self.live.endings(request.rid, "error", describe(e)))
 
-    def abort(self, rid: str) -> None:
+    def manage(self, command: Manage) -> None:
+        try:
+            sessions, outputs = self.core.manage(command.action)
+        except RequestError as e:
+            self.send(Managed(command.serial, [], str(e), e.param, e.code))
+        except Exception as e:  # of whoever asked; the requests go on
+            log.exception("the core failed at %s", command.action)
+            self.send(Managed(command.serial, [], describe(e), None, "internal_error"))
+        else:
+            self.deliver(outputs)
+            self.send(Managed(command.serial, sessions))
+
+    def abort(self, rid: str, received: int | None = None) -> None:
         if rid not in self.live:  # unknown, refused, or finished while the abort was under way
             self.send(Aborted(rid, False))
             return
-        self.deliver(self.core.abort(rid))
+        self.deliver(self.core.abort(rid, received))
         self.deliver(self.live.endings(rid, "abort"))  # choices that the core left without a last output
         self.send(Aborted(rid, True))
 
@@ -168,6 +192,7 @@ class _Loop:
         now = time.monotonic()
         if now >= self.next_tick:
             self.next_tick = now + TICK_SECONDS / 2
+            self.core.tick()
             self.send(Tick())
 
 

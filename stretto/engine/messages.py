@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stretto.protocol import EngineInfo, EngineStats, Output, Request
+from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -17,9 +17,18 @@ class Submit(msgspec.Struct, tag=True):
 
 
 class AbortRequest(msgspec.Struct, tag=True):
-    """Answered by Aborted once the engine has released the request."""
+    """Answered by Aborted once the engine has released the request. `received`: generated ids that the reader took and
+    passed on; None: nobody knows, so all that were delivered."""
 
     rid: str
+    received: int | None = None
+
+
+class Manage(msgspec.Struct, tag=True):
+    """About sessions or the cache. Answered by Managed."""
+
+    serial: int
+    action: Action
 
 
 class AskStats(msgspec.Struct, tag=True):
@@ -30,7 +39,7 @@ class Shutdown(msgspec.Struct, tag=True):
     """The loop aborts what it holds, closes the core and ends."""
 
 
-Command = Submit | AbortRequest | AskStats | Shutdown
+Command = Submit | AbortRequest | Manage | AskStats | Shutdown
 
 
 class Progress(msgspec.Struct, tag=True):
@@ -63,6 +72,16 @@ class Aborted(msgspec.Struct, tag=True):
     was_live: bool
 
 
+class Managed(msgspec.Struct, tag=True):
+    """What an action found or left; or, where it could not be done, the fields of RequestError."""
+
+    serial: int
+    sessions: list[SessionInfo]
+    message: str | None = None
+    param: str | None = None
+    code: str | None = None
+
+
 class Stats(msgspec.Struct, tag=True):
     serial: int
     stats: EngineStats
@@ -80,4 +99,4 @@ class Died(msgspec.Struct, tag=True):
     outputs: list[Output] = []
 
 
-Event = Progress | Started | Outputs | Refused | Aborted | Stats | Tick | Died
+Event = Progress | Started | Outputs | Refused | Aborted | Managed | Stats | Tick | Died

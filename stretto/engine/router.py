@@ -13,6 +13,8 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
+
 from stretto.engine.messages import (
     Aborted,
     AbortRequest,
@@ -20,6 +22,8 @@ from stretto.engine.messages import (
     Command,
     Died,
     Event,
+    Manage,
+    Managed,
     Outputs,
     Progress,
     Refused,
@@ -28,7 +32,17 @@ from stretto.engine.messages import (
     Submit,
     Tick,
 )
-from stretto.protocol import EngineDead, EngineInfo, EngineStats, Output, Request, RequestError, check_request
+from stretto.protocol import (
+    Action,
+    EngineDead,
+    EngineInfo,
+    EngineStats,
+    Output,
+    Request,
+    RequestError,
+    SessionInfo,
+    check_request,
+)
 
 COMPUTING_PATIENCE = 10  # an engine that computes may be silent so many times longer than one that does nothing
 
@@ -45,6 +59,7 @@ def join_outputs(first: Output, second: Output) -> Output:
         first.prompt_logprobs = second.prompt_logprobs
     first.usage = second.usage or first.usage
     first.finish_reason, first.stop_reason, first.error = second.finish_reason, second.stop_reason, second.error
+    first.error_code = second.error_code
     return first
 
 
@@ -54,6 +69,7 @@ class Mailbox:
     def __init__(self, rid: str, choices: int):
         self.rid = rid  # the client's id
         self.unfinished = choices
+        self.received = 0  # ids that the reader took and came back after: it has passed them on
         self._waiting: dict[int, Output] = {}
         self._failure: Exception | None = None
         self._ready = asyncio.Event()
@@ -95,6 +111,7 @@ class Router:
         self._wire_ids: dict[str, str] = {}  # by the client's id, while live
         self._aborts: dict[str, asyncio.Future[bool]] = {}
         self._stats: dict[int, asyncio.Future[EngineStats]] = {}
+        self._managed: dict[int, asyncio.Future[list[SessionInfo]]] = {}
         self._silent = 0.0  # seconds without a message, counted by check_stall
         self.started: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self.progress = "starting"
@@ -111,6 +128,8 @@ class Router:
             pass
         elif isinstance(event, Stats):
             _resolve(self._stats.pop(event.serial, None), event.stats)
+        elif isinstance(event, Managed):
+            _settle(self._managed.pop(event.serial, None), event)
         elif isinstance(event, Aborted):
             _resolve(self._aborts.pop(event.rid, None), event.was_live)
         elif isinstance(event, Refused):
@@ -148,12 +167,14 @@ class Router:
         for mailbox in self._mailboxes.values():
             if mailbox.unfinished > 0:
                 mailbox.fail(error)
-        waiting: list[asyncio.Future] = [*self._stats.values(), *self._aborts.values(), self.started]
+        waiting: list[asyncio.Future] = [*self._stats.values(), *self._managed.values(), *self._aborts.values(),
+                                         self.started]
         for future in waiting:
             if not future.done():
                 future.set_exception(EngineDead(cause))
                 future.exception()  # nobody may be waiting; that is no error
         self._stats.clear()
+        self._managed.clear()
         self._aborts.clear()
         self.dead.set()
 
@@ -198,8 +219,9 @@ class Router:
             self._send(Submit(_with_rid(request, wire_id)))
             while not mailbox.exhausted:
                 for output in await mailbox.take():
-                    output.rid = rid
+                    output.rid, ids = rid, len(output.token_ids)
                     yield output
+                    mailbox.received += ids
         except RequestError:
             refused = True
             raise
@@ -207,7 +229,7 @@ class Router:
             del self._mailboxes[wire_id]
             self._free_id(rid, wire_id)
             if mailbox.unfinished > 0 and not refused and self.cause is None:
-                self._send(AbortRequest(wire_id))
+                self._send(AbortRequest(wire_id, mailbox.received))
 
     async def abort(self, rid: str) -> bool:
         wire_id = self._wire_ids.get(rid)
@@ -218,7 +240,7 @@ class Router:
         future = self._aborts.get(wire_id)
         if future is None:
             future = self._aborts[wire_id] = asyncio.get_running_loop().create_future()
-            self._send(AbortRequest(wire_id))
+            self._send(AbortRequest(wire_id, self._mailboxes[wire_id].received))
         return await asyncio.shield(future)
 
     async def stats(self) -> EngineStats:
@@ -232,10 +254,32 @@ class Router:
         finally:
             self._stats.pop(serial, None)
 
+    async def manage(self, action: Action) -> list[SessionInfo]:
+        """See AsyncEngine.manage."""
+        if self.cause is not None:
+            raise EngineDead(self.cause)
+        serial = next(self._serials)
+        future = self._managed[serial] = asyncio.get_running_loop().create_future()
+        self._send(Manage(serial, action))
+        try:
+            return await future
+        finally:
+            self._managed.pop(serial, None)
+
 
 def _with_rid(request: Request, rid: str) -> Request:
-    return Request(rid=rid, tokens=request.tokens, sampling=request.sampling, priority=request.priority,
-                   cache_salt=request.cache_salt, want_text=request.want_text, arrival=request.arrival)
+    """Under its wire id. A session's turn goes on being named as its client named it."""
+    session = request.session
+    if session is not None and session.turn_id is None:
+        session = msgspec.structs.replace(session, turn_id=request.rid)
+    return msgspec.structs.replace(request, rid=rid, session=session)
+
+
+def _settle(future: asyncio.Future[list[SessionInfo]] | None, event: Managed) -> None:
+    if event.message is None:
+        _resolve(future, event.sessions)
+    elif future is not None and not future.done():
+        future.set_exception(RequestError(event.message, param=event.param, code=event.code))
 
 
 def _resolve(future: asyncio.Future | None, value) -> None:

@@ -21,7 +21,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.params import SamplingParams
-from stretto.protocol import EngineInfo, EngineStats, Output, Request, RequestError, TokenLogprob, Usage
+from stretto.protocol import (
+    Action,
+    EngineInfo,
+    EngineStats,
+    Output,
+    Request,
+    RequestError,
+    SessionInfo,
+    TokenLogprob,
+    Usage,
+)
 from stretto.text.stream import IncrementalText
 
 BOS, EOS, IM_START, IM_END, PAD = 256, 257, 258, 259, 260
@@ -177,7 +187,13 @@ class ScriptedCore:
         self.counters["prompt_tokens"] += len(key)
         self.counters["cached_tokens"] += cached
 
-    def abort(self, rid: str) -> list[Output]:
+    def tick(self) -> None:
+        self.counters["ticks"] = self.counters.get("ticks", 0.0) + 1
+
+    def manage(self, action: Action) -> tuple[list[SessionInfo], list[Output]]:
+        raise RequestError("a scripted core has no sessions", param="session_id")
+
+    def abort(self, rid: str, received: int | None = None) -> list[Output]:
         gone = [c for c in self.waiting + self.running if c.request.rid == rid]
         self.waiting = [c for c in self.waiting if c.request.rid != rid]
         self.running = [c for c in self.running if c.request.rid != rid]

@@ -275,7 +275,7 @@ def test_the_loop_aborts_what_it_holds_at_shutdown():
 def test_every_choice_of_an_aborted_request_gets_its_end():
     """Also where the core says nothing."""
     core = CoreOptions()()
-    core.abort = lambda rid: []  # type: ignore[method-assign]
+    core.abort = lambda rid, received=None: []  # type: ignore[method-assign]
     sent: list = []
     assert run_loop(lambda: core, ListInbox([Submit(request("x", n=2))], [AbortRequest("r")]), sent.append)
     ends = [(o.index, o.finish_reason) for m in sent if isinstance(m, Outputs) for o in m.outputs if o.finish_reason]
@@ -322,7 +322,7 @@ async def test_case_6_09_late_results_never_reach_the_next_user_of_an_id():
     reading = asyncio.create_task(anext(second))
     await asyncio.sleep(0)
     old, abort, new = sent
-    assert abort == AbortRequest(old.request.rid) and new.request.rid != old.request.rid
+    assert abort == AbortRequest(old.request.rid, received=0) and new.request.rid != old.request.rid
     router.deliver(Outputs([Output(old.request.rid, 0, [1], "old")]))
     router.deliver(Outputs([Output(new.request.rid, 0, [2], "new")]))
     assert (await reading).text == "new"
