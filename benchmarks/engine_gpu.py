@@ -3,6 +3,8 @@ rate, start-up and graphs; beside the serial limit of the bytes and operations, 
 
     python benchmarks/engine_gpu.py --shape llama-8b --rows 1 8 64 256 --prompt 1024 --new 64 --json out.json
 
+    python benchmarks/engine_gpu.py --rows 1 64 256 --profile      # where a decode step's and a prefill's time goes
+
 A step's time is (time of 1 + N tokens - time of 1 token) / N for R equal requests, medians of `--repeat`.
 """
 
@@ -159,6 +161,43 @@ def run(core: EngineCore, rows: int, prompt: int, new: int, serial: list[int]) -
     return time.perf_counter() - started, (core.busy_seconds - busy) - (core.wait_seconds - waited)
 
 
+def profile(core: EngineCore, rows: int, prompt: int, decode: bool, serial: list[int], steps: int = 4) -> None:
+    """Prints kernels by time in `steps` decode steps of `rows` requests, or in the first step of their prompts."""
+    generator = torch.Generator().manual_seed(serial[0])
+    for _ in range(rows):
+        serial[0] += 1
+        tokens = torch.randint(0, core.info.vocab_size, (prompt,), generator=generator).tolist()
+        core.submit(Request(rid=str(serial[0]), tokens=tokens, want_text=False,
+                            sampling=SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)))
+    for _ in range(-(-rows * prompt // core.host.limits.budget) + 4 if decode else 0):
+        core.step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        for _ in range(steps if decode else 2):
+            core.step()
+        torch.cuda.synchronize()
+    _print_kernels(recorded, f"{rows} rows, {'decode' if decode else 'prefill'}", steps if decode else 1)
+    while core.has_work:
+        core.step()
+
+
+def _print_kernels(recorded: torch.profiler.profile, title: str, steps: int) -> None:
+    events = sorted((e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA),
+                    key=lambda e: e.time_range.start)
+    totals: dict[str, list[float]] = {}
+    busy, reached = 0.0, events[0].time_range.start
+    for e in events:
+        entry = totals.setdefault(e.name[:90], [0, 0.0])
+        entry[0] += 1
+        entry[1] += e.time_range.elapsed_us()
+        busy += max(0.0, e.time_range.end - max(reached, e.time_range.start))
+        reached = max(reached, e.time_range.end)
+    span = reached - events[0].time_range.start
+    print(f"== {title}: {len(events) / steps:.0f} kernels a step, busy {busy / steps:.0f} us of {span / steps:.0f} us")
+    for name, (count, us) in sorted(totals.items(), key=lambda item: -item[1][1])[:28]:
+        print(f"{us / steps:9.1f} us {count / steps:7.1f} x  {name}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
@@ -171,12 +210,18 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
     rate = read_rate()
     core, facts = make_core(args)
     results, serial = [], [0]
     print(f"{torch.cuda.get_device_name()}: reads {rate / 1e12:.2f} TB/s; {facts}", flush=True)
+    if args.profile:
+        for rows in args.rows:
+            profile(core, rows, args.prompt, True, serial)
+        profile(core, max(args.budget // args.prompt, 1), args.prompt, False, serial)
+        return
     for rows in args.rows:
         run(core, rows, args.prompt, 4, serial)
         ones, fulls, host = [], [], []

@@ -1,0 +1,153 @@
+"""Times the kernels that multiply a weight matrix by a few rows, beside torch's own, and prints the best blocks.
+
+    python benchmarks/skinny_gpu.py --json out.json
+
+Each figure is one of several launches of a CUDA graph over weights that do not fit the cache. Kernels are compiled by
+many processes first; `stretto/ops/skinny.py` holds the table that came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+
+from stretto.ops.triton_skinny import Blocks, launch_few_rows, launch_one_row
+
+SHAPES = {  # outputs, inputs, gated
+    "8b qkv": (6144, 4096, False), "8b o": (4096, 4096, False), "8b gate_up": (14336, 4096, True),
+    "8b down": (4096, 14336, False), "8b head": (128256, 4096, False),
+    "0.6b qkv": (4096, 1024, False), "0.6b o": (1024, 2048, False), "0.6b gate_up": (3072, 1024, True),
+    "0.6b down": (1024, 3072, False), "0.6b head": (151936, 1024, False)}
+
+
+ARRIVALS = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
+
+
+def one_row_blocks() -> list[Blocks]:
+    """(4, 2048), (8, 1024) ...: one or two kilobytes of each of a few rows at a time."""
+    shapes = [(4, 2048, 1, 4), (8, 1024, 4, 4), (8, 1024, 2, 4), (4, 1024, 4, 4), (4, 1024, 2, 4), (8, 1024, 1, 4),
+              (4, 2048, 2, 4), (2, 2048, 2, 4)]
+    return [Blocks(*shape, ahead=ahead) for shape in shapes for ahead in (64, 512, 1024)]
+
+
+def few_rows_blocks(bm: int, gated: bool) -> list[Blocks]:
+    shapes = [(16, 256, 4, 2), (32, 128, 6, 2), (32, 256, 6, 2), (32, 256, 4, 2), (32, 256, 3, 4), (64, 128, 4, 4),
+              (64, 128, 6, 4), (64, 256, 3, 4), (64, 256, 4, 4), (64, 64, 6, 4), (128, 64, 4, 8), (128, 64, 6, 8),
+              (128, 128, 4, 8), (128, 128, 3, 4)]
+    fits = [s for s in shapes if (s[0] * (1 + gated) + bm) * s[1] * 2 * s[2] < 220_000]
+    return [Blocks(*shape, split) for shape in fits for split in ((1,) if gated else (1, 2, 4))]
+
+
+def all_blocks() -> Iterator[tuple[int, bool, Blocks]]:
+    for gated in (False, True):
+        yield from ((1, gated, b) for b in one_row_blocks())
+        for m in (16, 32, 64):
+            yield from ((m, gated, b) for b in few_rows_blocks(m, gated))
+
+
+def compile_one(task: tuple[int, bool, Blocks]) -> str | None:
+    m, gated, blocks = task
+    x = torch.zeros(m, blocks.columns * 4 * blocks.split, dtype=torch.bfloat16, device="cuda")
+    w = torch.zeros(blocks.outputs * 32 * (1 + gated), x.shape[1], dtype=torch.bfloat16, device="cuda")
+    out = torch.zeros(m, blocks.outputs * 32, dtype=torch.bfloat16, device="cuda")
+    try:
+        launch(x, w, out, blocks, gated)
+        torch.cuda.synchronize()
+    except Exception as e:  # too large for a multiprocessor: no candidate
+        return str(e)[:100]
+    return None
+
+
+def launch(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: Blocks, gated: bool) -> None:
+    if len(x) == 1:
+        launch_one_row(x, w, out, blocks, True, gated=gated)
+    else:
+        launch_few_rows(x, w, out, blocks, True, ARRIVALS, gated=gated)
+
+
+def graph_time(run: Callable[[], None], replays: int = 4) -> float:
+    """Milliseconds of one replay."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def torch_product(x: torch.Tensor, w: torch.Tensor, gated: bool) -> torch.Tensor:
+    y = torch.nn.functional.linear(x, w)
+    if gated:
+        gate, up = y.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+    return y
+
+
+def measure(name: str, rows: list[int]) -> dict:
+    n, k, gated = SHAPES[name]
+    gigabytes = n * (1 + gated) * k * 2 / 1e9
+    ws = [torch.randn(n * (1 + gated), k, device="cuda", dtype=torch.bfloat16) * 0.02
+          for _ in range(max(2, min(20, int(0.5 / gigabytes))))]
+    result = {}
+    for m in rows:
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+        want = torch_product(x, ws[0], gated).float()
+        base = graph_time(lambda: [torch_product(x, w, gated) for w in ws]) / len(ws) * 1e3
+        found = []
+        for blocks in one_row_blocks() if m == 1 else few_rows_blocks(max(16, m), gated):
+            if n % blocks.outputs or k % (blocks.columns * blocks.split):
+                continue
+            try:
+                out.fill_(float("nan"))
+                launch(x, ws[0], out, blocks, gated)
+                error = float((out.float() - want).norm() / want.norm())
+                if not error < 1e-2:
+                    print("WRONG", name, m, blocks, error)
+                    continue
+                found.append((graph_time(lambda: [launch(x, w, out, blocks, gated) for w in ws]) / len(ws) * 1e3, blocks))
+            except Exception as e:
+                if "shared memory" not in str(e) and "out of resource" not in str(e):
+                    print("FAILED", name, m, blocks, str(e)[:200])
+        found.sort(key=lambda f: f[0])
+        result[m] = {"torch_us": base, "best": [(us, vars(b)) for us, b in found[:6]]}
+        print(f"{name:14} m {m:3}: torch {base:7.1f} us {gigabytes / base * 1e6:5.0f} GB/s | " + " | ".join(
+            f"{us:6.1f} {gigabytes / us * 1e6:5.0f} ({b.outputs},{b.columns},{b.stages},{b.warps},{b.split},{b.ahead})"
+            for us, b in found[:4]), flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 14)) as pool:
+        failures = [f for f in pool.map(compile_one, all_blocks()) if f]
+    print(len(failures), "candidates do not run:", set(failures))
+    results = {name: measure(name, args.rows) for name in args.shapes}
+    if args.json:
+        with open(args.json, "w") as out:
+            json.dump(results, out, indent=1)
+
+
+if __name__ == "__main__":
+    import multiprocessing
+
+    multiprocessing.set_start_method("spawn")
+    main()

@@ -1,0 +1,65 @@
+"""The product of a matrix and few rows equals torch's: in Triton's interpreter, or on CUDA where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stretto.ops.launch import overlaps
+from stretto.ops.triton_skinny import Blocks, launch_few_rows, launch_one_row
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PDL = overlaps(DEVICE)
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def expected(x, w, bias, gated, out):
+    y = F.linear(x.double(), w.double(), None if bias is None else bias.double())
+    if gated:
+        first, second = y.chunk(2, -1)
+        y = F.silu(first) * second
+    return y if out is None else y + out.double()
+
+
+def close(got, want):
+    error = (got.double() - want).norm() / want.norm()
+    assert error < (5e-3 if got.dtype is torch.bfloat16 else 1e-5), error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bias", "gated", "add"), [(0, 0, 0), (1, 0, 1), (1, 1, 0), (0, 1, 0)])
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+def test_one_row(dtype, bias, gated, add, normed):
+    x, w = randn(1, 256, dtype=dtype), randn(32 * (1 + gated), 256, dtype=dtype, seed=1) * 0.1
+    b = randn(len(w), dtype=dtype, seed=2) if bias else None
+    norm = randn(256, dtype=dtype, seed=3) if normed else None
+    start = randn(1, 32, dtype=dtype, seed=4)
+    out = start.clone()
+    launch_one_row(x, w, out, Blocks(8, 128, 2, 4, ahead=128), PDL, norm, 1e-5, b, bool(gated), bool(add))
+    given = x if norm is None else F.rms_norm(x.double(), (256,), norm.double(), 1e-5)
+    close(out, expected(given, w, b, gated, start if add else None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bias", "gated", "add", "split"), [(0, 0, 0, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 0, 1, 2)])
+@pytest.mark.parametrize("m", [2, 19])
+def test_few_rows(dtype, bias, gated, add, split, m):
+    x, w = randn(m, 256, dtype=dtype), randn(64 * (1 + gated), 256, dtype=dtype, seed=1) * 0.1
+    b = randn(len(w), dtype=dtype, seed=2) if bias else None
+    start = randn(m, 64, dtype=dtype, seed=4)
+    out, arrivals = start.clone(), torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    for _ in range(1 if add else 2):  # the counters are left as they were found
+        launch_few_rows(x, w, out, Blocks(16, 64, 2, 2, split, ahead=64), PDL, arrivals, b, bool(gated), bool(add))
+    close(out, expected(x, w, b, gated, start if add else None))
+    assert not arrivals.any()
+
+
+def test_results_in_float32():
+    x, w = randn(3, 128, dtype=torch.bfloat16), randn(16, 128, dtype=torch.bfloat16, seed=1)
+    out = torch.empty(3, 16, device=DEVICE)
+    launch_few_rows(x, w, out, Blocks(16, 64, 2, 2, ahead=64), PDL, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    close(out, expected(x, w, None, False, None))
