@@ -20,6 +20,7 @@ from stretto.serve.errors import bad_request
 from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.messages import messages
 from stretto.serve.middleware import AnswerCounts, ApiKeys, RequestIds
+from stretto.serve.native import native
 from stretto.serve.responses import responses
 from stretto.serve.schemas import (
     AbortBody,
@@ -27,6 +28,7 @@ from stretto.serve.schemas import (
     CompletionRequest,
     CountTokensRequest,
     DetokenizeRequest,
+    GenerateRequest,
     MessagesRequest,
     ResponsesRequest,
     TokenizeRequest,
@@ -48,12 +50,13 @@ def build_app(engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSet
                   description="A language-model serving engine with an OpenAI-compatible API.")
     app.state.service = service
     errors.install(app)
-    for router in (inference(service), responses(service), messages(service), operations.probes(service),
-                   operations.facts(service), operations.tokens(service), operations.aborts(service)):
+    for router in (inference(service), responses(service), messages(service), native(service),
+                   operations.probes(service), operations.facts(service), operations.tokens(service),
+                   operations.aborts(service)):
         app.include_router(router)
     app.openapi = openapi_with(  # type: ignore[method-assign]
         app, [ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
-              TokenizeRequest, DetokenizeRequest, AbortBody])
+              GenerateRequest, TokenizeRequest, DetokenizeRequest, AbortBody])
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
     app.add_middleware(AnswerCounts, metrics=service.metrics)

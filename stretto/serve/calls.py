@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
 
 from stretto.serve.bodies import read_body
-from stretto.serve.errors import CLIENT_CLOSED, ApiError, JSONResponse, bad_request
+from stretto.serve.errors import CLIENT_CLOSED, ApiError, JSONResponse, bad_request, in_words_of
 from stretto.serve.request_fields import check_fields, ignored_header
 from stretto.serve.schemas import Body, GenerationBody
 from stretto.serve.service import Generation, Service
@@ -20,6 +21,7 @@ from stretto.serve.streaming import ClientGone, EventStream, openai_failure, whi
 
 BodyT = TypeVar("BodyT", bound=Body)
 Whole = Callable[[Service, Generation], Awaitable[Any]]
+NAMED_ALIKE: Mapping[str, str] = {}
 Events = Callable[[Service, Generation], AsyncGenerator[bytes, None]]
 
 
@@ -50,17 +52,30 @@ def make_generation(service: Service, request: Request, body: GenerationBody, pr
     return Generation(id, body, service.make_requests(id, body, prompts, arrival), ignored)
 
 
+async def _in_words_of(names: Mapping[str, str], events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(events):
+        with in_words_of(names):
+            async for item in events:
+                yield item
+
+
 async def answer(service: Service, request: Request, prepare: Callable[[], Awaitable[Generation]], whole: Whole,
-                 events: Events, failure: Callable[[ApiError], bytes] = openai_failure) -> Response:
-    """Streamed or whole; a client that goes away ends the work either way. `failure`: the event that ends a stream
-    which has begun and cannot go on."""
+                 events: Events, names: Mapping[str, str] = NAMED_ALIKE,
+                 failure: Callable[[ApiError], bytes] = openai_failure) -> Response:
+    """Streamed or whole; a client that goes away ends the work either way.
+
+    `names`: field of the chat or completion body -> field of the API that was called, for errors. `failure`: the event
+    that ends a stream which was opened and cannot go on."""
 
     async def run() -> Response:
-        generation = await prepare()
-        headers = ignored_header(generation.ignored)
-        if generation.body.stream:
-            return EventStream(events(service, generation), service.settings.ping_interval, headers, gone, failure)
-        return JSONResponse(await whole(service, generation), headers=headers)
+        with in_words_of(names):
+            generation = await prepare()
+            headers = ignored_header(generation.ignored)
+            if not generation.body.stream:
+                return JSONResponse(await whole(service, generation), headers=headers)
+        stream = events(service, generation)
+        return EventStream(_in_words_of(names, stream) if names else stream, service.settings.ping_interval, headers,
+                           gone, failure)
 
     def gone() -> None:
         service.metrics.aborts["client_disconnected"] += 1

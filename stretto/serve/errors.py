@@ -6,9 +6,11 @@ A handler raises ApiError before the first byte of its answer; what breaks an an
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -130,6 +132,27 @@ def from_validation(error: ValidationError) -> ApiError:
     text = first["msg"].removeprefix("Value error, ")
     message = f"{param}: {text}{more}" if param else f"{text}{more}"
     return bad_request(message, param or None, "missing_required_parameter" if first["type"] == "missing" else None)
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The error in the words of another API: a field's name, also at the head of a path, becomes that API's."""
+    if error.param is None:
+        return error
+    head = min((error.param.split(mark)[0] for mark in ".["), key=len)
+    if head in names:
+        error.param = names[head] + error.param[len(head):]
+        as_field = rf"\b{re.escape(head)}\b(?=[\[.:]| is\b| names\b)"  # elsewhere the word may be meant as a word
+        error.message = re.sub(as_field, lambda _: names[head], error.message, count=1)
+    return error
+
+
+@contextlib.contextmanager
+def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
+    """Whatever ApiError comes out of it is `renamed`."""
+    try:
+        yield
+    except ApiError as e:
+        raise renamed(e, names) from e
 
 
 def install(app: FastAPI) -> None:

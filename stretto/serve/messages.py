@@ -18,13 +18,13 @@ from starlette.responses import Response
 
 from stretto.serve.bodies import described, read_body
 from stretto.serve.calls import answer, check_generation, make_generation
-from stretto.serve.errors import ApiError, JSONResponse, from_exception
+from stretto.serve.errors import ApiError, JSONResponse, from_exception, in_words_of
 from stretto.serve.message_input import CHAT_NAMES, to_chat
 from stretto.serve.request_fields import ignored_header
 from stretto.serve.schemas import ChatRequest, CountTokensRequest, MessagesRequest
 from stretto.serve.service import Generation, Service
 from stretto.serve.streaming import named_event
-from stretto.serve.translate import answer_chunks, as_chunks, chat_body, renamed, whole_answer
+from stretto.serve.translate import answer_chunks, as_chunks, chat_body, whole_answer
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
@@ -36,7 +36,7 @@ def messages(service: Service) -> APIRouter:
         """The body as a chat request, and the names of the fields in it that are ignored."""
         service.check_open()
         body = await read_body(service, request, model)
-        with _own_words():
+        with in_words_of(CHAT_NAMES):
             chat = chat_body(to_chat(body), CHAT_NAMES)
             return chat, check_generation(service, chat)
 
@@ -46,29 +46,19 @@ def messages(service: Service) -> APIRouter:
         chat, ignored = await accept(request, MessagesRequest)
 
         async def prepare() -> Generation:
-            with _own_words():
-                ids = await service.in_pool(service.reader.chat, chat)
-                return make_generation(service, request, chat, [ids], ignored, arrival)
+            ids = await service.in_pool(service.reader.chat, chat)
+            return make_generation(service, request, chat, [ids], ignored, arrival)
 
-        return await answer(service, request, prepare, _whole, _events, failure_event)
+        return await answer(service, request, prepare, _whole, _events, CHAT_NAMES, failure_event)
 
     @router.post("/v1/messages/count_tokens", openapi_extra=described(CountTokensRequest))
     async def count_tokens(request: Request) -> Response:
         chat, ignored = await accept(request, CountTokensRequest)
-        with _own_words():
+        with in_words_of(CHAT_NAMES):
             ids = await service.in_pool(service.reader.chat, chat)
         return JSONResponse({"input_tokens": len(ids)}, headers=ignored_header(ignored))
 
     return router
-
-
-@contextlib.contextmanager
-def _own_words():
-    """Refusals of the chat request name this API's fields."""
-    try:
-        yield
-    except ApiError as e:
-        raise renamed(e, CHAT_NAMES) from e
 
 
 def failure_event(error: ApiError) -> bytes:

@@ -25,7 +25,7 @@ from stretto.serve.response_input import CHAT_NAMES, conversation, to_chat
 from stretto.serve.response_store import ResponseStore, Stored
 from stretto.serve.schemas import ResponsesRequest
 from stretto.serve.service import Generation, Service
-from stretto.serve.translate import answer_chunks, as_chunks, chat_body, renamed, whole_answer
+from stretto.serve.translate import answer_chunks, as_chunks, chat_body, whole_answer
 
 
 def responses(service: Service) -> APIRouter:
@@ -40,14 +40,11 @@ def responses(service: Service) -> APIRouter:
         call = _Call(service, store, body, _previous(store, body.previous_response_id))
 
         async def prepare() -> Generation:
-            try:
-                ignored = check_generation(service, call.chat)
-                ids = await service.in_pool(service.reader.chat, call.chat)
-                return make_generation(service, request, call.chat, [ids], ignored, arrival)
-            except ApiError as e:
-                raise renamed(e, CHAT_NAMES) from e
+            ignored = check_generation(service, call.chat)
+            ids = await service.in_pool(service.reader.chat, call.chat)
+            return make_generation(service, request, call.chat, [ids], ignored, arrival)
 
-        return await answer(service, request, prepare, call.whole, call.events, failure_event)
+        return await answer(service, request, prepare, call.whole, call.events, CHAT_NAMES, failure_event)
 
     @router.get("/v1/responses/{id}")
     async def retrieve(id: str) -> Response:

@@ -68,8 +68,10 @@ Integer = Annotated[int, BeforeValidator(_integral), Field(ge=-(2**63), le=LARGE
 Seed = Annotated[int, BeforeValidator(_integral), Field(ge=-(2**63), le=2**64 - 1)]
 _IDS: dict = {"type": "array", "items": {"type": "integer"}}
 _STRINGS: dict = {"type": "array", "items": {"type": "string"}}
-Prompt = Annotated[Any, BeforeValidator(_prompt),
-                   WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, _IDS, {"type": "array", "items": _IDS}]})]
+_PROMPTS: list = [{"type": "string"}, _STRINGS, _IDS, {"type": "array", "items": _IDS}]
+Prompt = Annotated[Any, BeforeValidator(_prompt), WithJsonSchema({"anyOf": _PROMPTS})]
+PromptOrNull = Annotated[Any, BeforeValidator(lambda value: value if value is None else _prompt(value)),
+                         WithJsonSchema({"anyOf": [*_PROMPTS, {"type": "null"}]})]
 Stop = Annotated[Any, BeforeValidator(_stop),
                  WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]})]
 TokenIds = Annotated[Any, BeforeValidator(_ids), WithJsonSchema({"anyOf": [_IDS, {"type": "null"}]})]
@@ -269,3 +271,34 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = None
     top_k: Integer | None = None
     metadata: dict[str, Any] | None = None
+
+
+class GenerateRequest(Body):
+    """POST /generate: SGLang's names. `sampling_params` takes those of /v1/completions too."""
+
+    text: PromptOrNull = None
+    input_ids: PromptOrNull = None
+    sampling_params: dict[str, Any] | None = None
+    model: str | None = None
+    rid: str | None = None
+    stream: bool | None = None
+    incremental: Annotated[bool | None, Field(description="stream only what is new in each event")] = None
+    priority: Integer | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: Annotated[Integer | None, Field(description="-1: of the answer only")] = None
+    top_logprobs_num: Integer | None = None
+    return_text_in_logprobs: bool | None = None
+
+    @field_validator("text")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        if value is not None and not isinstance(value, str) and not isinstance(value[0], str):
+            raise ValueError("must be a string or a list of strings; token ids go into input_ids")
+        return value
+
+    @field_validator("input_ids")
+    @classmethod
+    def _ids(cls, value: Any) -> Any:
+        if value is not None and (isinstance(value, str) or isinstance(value[0], str)):
+            raise ValueError("must be a list of token ids or a list of such lists; texts go into text")
+        return value

@@ -34,7 +34,7 @@ class ClientGone(Exception):
     """The client has closed its connection; nobody will read an answer."""
 
 
-def event(payload: msgspec.Struct) -> bytes:
+def event(payload: Any) -> bytes:
     return b"data: " + _encoder.encode(payload) + b"\n\n"
 
 

@@ -16,7 +16,7 @@ import msgspec
 from pydantic import ValidationError
 
 from stretto.serve.chat import chat_completion, chat_events
-from stretto.serve.errors import ApiError, from_validation
+from stretto.serve.errors import from_validation, renamed
 from stretto.serve.schemas import ChatRequest
 from stretto.serve.service import Generation, Service
 
@@ -29,17 +29,6 @@ def chat_body(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatReques
         return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as e:
         raise renamed(from_validation(e), names) from None
-
-
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The error in the client's words: chat's name of a field, also at the head of a path, becomes the client's."""
-    if error.param is None:
-        return error
-    head = min((error.param.split(mark)[0] for mark in ".["), key=len)
-    if head in names:
-        error.param = names[head] + error.param[len(head):]
-        error.message = error.message.replace(head, names[head], 1)
-    return error
 
 
 async def whole_answer(service: Service, generation: Generation) -> dict[str, Any]:
