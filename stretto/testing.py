@@ -28,7 +28,7 @@ from stretto.attn.select import choose_backend
 from stretto.device.kv import KVCache, group_layers
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
-from stretto.device.streams import DeviceHalf, make_device
+from stretto.device.streams import make_device
 from stretto.engine.core import EngineCore
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
@@ -310,41 +310,31 @@ def _joint(lab: Lab, prompt: list[int], temperature: float) -> dict[tuple[int, .
     return {(a, b): p * q for a, p in best(prompt).items() for b, q in best([*prompt, a]).items()}
 
 
-class _RandomCaps:
-    """A device half that lowers the caps of a plan at random, as any policy might."""
-
-    def __init__(self, device: DeviceHalf, seed: int):
-        self.device, self.rng, self.lowered = device, random.Random(seed), 0
-
-    def warm_up(self, *args, **kwargs) -> None:
-        self.device.warm_up(*args, **kwargs)
-
-    def launch(self, packed: np.ndarray) -> None:
-        rows = split_plan(packed[:HEADER], packed).rows
-        for row in rows:
-            cap = self.rng.randint(1, int(row[2]))
-            self.lowered += cap < row[2]
-            row[2] = cap
-        self.device.launch(packed)
-
-    def collect(self) -> np.ndarray:
-        return self.device.collect()
-
-    def close(self) -> None:
-        self.device.close()
-
-
 def check_random_caps(lab: Lab) -> None:
-    """A cap between 1 and what was planned, for every row of every step."""
+    """A cap between 1 and what was planned, for every row of every step, as any policy might set."""
     want, (first, _) = lab.plain(lab.asks()), lab.drafted(lab.asks())
     for seed, overlap in ((0, False), (1, True)):
         engine = make_engine(lab.model, lab.drafter, lab.target, lab.setup(overlap=overlap, chunk=16, page_size=4))
-        engine.device = caps = _RandomCaps(engine.device, seed)
+        lowered = _lower_caps(engine, random.Random(seed))
         got = run(engine, lab.asks())
         same_text(got, want, f"random caps {seed}")
         same_offers(lab, got, first, f"random caps {seed}")
-        if not caps.lowered:
+        if not any(lowered):
             raise AssertionError("no cap was lowered: this check did nothing")
+
+
+def _lower_caps(engine: EngineCore, rng: random.Random) -> list[int]:
+    """Lowers the caps of every plan on its way to the device. Returns by how much, growing."""
+    launch, lowered = engine.device.launch, []
+
+    def launch_lower(packed: np.ndarray) -> None:
+        for row in split_plan(packed[:HEADER], packed).rows:
+            cap = rng.randint(1, int(row[2]))
+            lowered.append(int(row[2]) - cap)
+            row[2] = cap
+        launch(packed)
+    engine.device.launch = launch_lower  # type: ignore[method-assign]
+    return lowered
 
 
 def check_skipped_rows(lab: Lab) -> None:
@@ -430,24 +420,33 @@ def check_choices(lab: Lab) -> None:
 
 
 def check_sessions(lab: Lab) -> None:
-    """Second turns, in place and after a pause, beside each other."""
+    """Second turns: one after a pause, one that takes over the slot in place."""
     engine = make_engine(lab.model, lab.drafter, lab.target, lab.setup(page_size=4, overlap=True))
-    turns = {"s0": [lab.prompts[0], (8, 4)], "s1": [lab.prompts[2], (6,)]}
-    got: dict[str, list[int]] = {}
+    prompts = [a.tokens for a in lab.asks()]
+    turns = {"paused": [prompts[0], [8, 4]], "in place": [prompts[2], [6]]}
+    answers: dict[str, Answer] = {}
+    _watch_offers(engine, answers)
+
+    def append(sid: str, number: int) -> None:
+        engine.host.sessions.append(sid, Request(rid=f"{sid} {number}", tokens=list(turns[sid][number]),
+                                                 sampling=greedy(9), want_text=False))
     for sid in turns:
         engine.host.sessions.open(sid)
-    for number in range(2):
-        for sid, parts in turns.items():
-            engine.host.sessions.append(sid, Request(rid=f"{sid}-{number}", tokens=list(parts[number]),
-                                                     sampling=greedy(9), want_text=False))
+        append(sid, 0)
+    append("in place", 1)
+    for later in ("paused", None):
         while engine.has_work:
             for output in engine.step():
-                got.setdefault(output.rid, []).extend(output.token_ids)
+                answers.setdefault(output.rid, Answer()).add(output)
+        if later:
+            append(later, 1)
     for sid, parts in turns.items():
-        first = [*parts[0], *got[f"{sid}-0"]]
-        want = lab.plain([Ask("x", parts[0], greedy(9)), Ask("y", [*first, *parts[1]], greedy(9))])
-        if [got[f"{sid}-0"], got[f"{sid}-1"]] != [want["x"].token_ids, want["y"].token_ids]:
-            raise AssertionError(f"session {sid}: {got[f'{sid}-1']}, without a drafter {want['y'].token_ids}")
+        whole = [*parts[0], *answers[f"{sid} 0"].token_ids, *parts[1]]
+        asks = [Ask(f"{sid} 0", parts[0], greedy(9)), Ask(f"{sid} 1", whole, greedy(9))]
+        same_text(answers, lab.plain(asks), f"session {sid}")
+        same_offers(lab, answers, lab.drafted(asks, prefix_cache=False)[0], f"session {sid}")
+    if not counters(engine)["in_place_turns"]:
+        raise AssertionError("no turn took over a slot: this check did nothing")
 
 
 def check_switched_off(lab: Lab) -> None:

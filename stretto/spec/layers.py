@@ -11,8 +11,9 @@ import torch
 from stretto.attn.api import Attend, LayerSpec
 from stretto.model.config import ModelConfig
 from stretto.model.families.llama import Style
-from stretto.model.layers import GatedMLP, HeadNorm, Linear, RMSNorm, Rotary, rotate
+from stretto.model.layers import GatedMLP, HeadNorm, Linear, RMSNorm, Rotary, attend_heads
 from stretto.model.weights import Weights
+from stretto.ops.layer import Rope
 from stretto.spec.context import DrafterContext
 
 
@@ -58,15 +59,11 @@ class DraftLayer:
         self.mlp_norm = RMSNorm(w, f"{name}.post_attention_layernorm", c.hidden_size, c.norm_eps)
         self.mlp = GatedMLP(w, f"{name}.mlp", c.hidden_size, c.intermediate_size, c.hidden_act, style.mlp_bias)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor],
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, rope: Rope,
                  attend: Attend) -> torch.Tensor:
         """x [T, inputs]; residual [T, E], updated in place and returned."""
-        tokens, rotated = x.shape[0], self.n_heads + self.n_kv_heads
-        qkv = self.qkv(x).view(tokens, rotated + self.n_kv_heads, self.head_dim)
-        qk, v = qkv[:, :rotated], qkv[:, rotated:]
-        if self.head_norm is not None:
-            qk = self.head_norm(qk)
-        qk = rotate(qk, rope)
-        attended = attend(self.index, qk[:, : self.n_heads], qk[:, self.n_heads :], v)
+        tokens = x.shape[0]
+        qkv = self.qkv(x).view(tokens, -1, self.head_dim)
+        attended = attend_heads(attend, self.index, qkv, self.n_heads, rope, self.head_norm)
         self.out.add_to(residual, attended.reshape(tokens, -1))
-        return self.mlp.add_to(residual, self.mlp_norm(residual))
+        return self.mlp.add_normed(residual, self.mlp_norm)
