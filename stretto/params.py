@@ -30,6 +30,15 @@ class ParameterError(ValueError):
         self.param = param
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """A language that the answer must belong to; `stretto.text.grammar` says what the kinds are and checks them."""
+
+    kind: str  # json_schema | regex | choice | lark | ebnf | structural_tag | llguidance
+    source: str  # JSON text of json_schema, choice, structural_tag and llguidance; else the grammar's own text
+    whitespace: bool = True  # json_schema: white space between the parts of the JSON text is free
+    preamble: str = ""  # Lark rules; what their rule `preamble` matches stands before the answer proper
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Defaults are those of the OpenAI API, except temperature and top_p, which a model's generation_config may set."""
 
@@ -52,6 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     logprobs: int | None = None  # alternatives to report for each generated token; 0: only the token itself
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    grammar: Grammar | None = None  # the answer ends with it, finish_reason "stop", whatever min_tokens says
     speculation: int | None = None  # most drafts a step for this request; None: the server's setting; 0: off
 
     def check(self, vocab_size: int) -> None:

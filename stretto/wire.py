@@ -121,10 +121,12 @@ class StepPlan:
     page_ops: list[tuple[int, int, int, int]] = field(default_factory=list)  # (PageOp, group, source, target)
     drafts: list[HostDraft] = field(default_factory=list)
     rows: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, epoch, q_cap)
+    late_mask: bool = False  # sampling waits for the LateMask of this seq; the forward pass does not
 
 
 # Packed layout, int32: header, then the sections in the order of Sections, each as rows of a fixed width.
 HEADER = 16
+_LATE_MASK = 15  # of the header
 _SEAT_WIDTH = 4 + N_INT + N_REAL  # slot, fresh, log_from, log count, columns
 
 
@@ -147,6 +149,7 @@ class PackedPlan(Generic[Array]):
     biases: Array  # [B, 4]: slot, index, token id, bits of the float32 bias
     draft_heads: Array  # [D, 4]: slot, epoch, at, count
     draft_ids: Array  # [sum of counts]
+    late_mask: bool = False
 
 
 _WIDTHS = (1, _SEAT_WIDTH, 4, 4, 3, 3, 3, 4, 4, 1)
@@ -190,6 +193,7 @@ def pack_plan(plan: StepPlan) -> np.ndarray:
     header = np.zeros(HEADER, dtype=np.int32)
     header[0], header[1] = plan.seq, plan.draft_width
     header[2 : 2 + len(arrays)] = [len(a) for a in arrays]
+    header[_LATE_MASK] = plan.late_mask
     return np.concatenate([header, *(a.reshape(-1) for a in arrays)])
 
 
@@ -200,7 +204,43 @@ def split_plan(header: np.ndarray, packed: Any) -> PackedPlan[Any]:
         view = packed[at : at + count * width]
         views[name] = view.reshape(count, width) if width > 1 else view
         at += count * width
-    return PackedPlan(seq=int(header[0]), draft_width=int(header[1]), **views)
+    return PackedPlan(seq=int(header[0]), draft_width=int(header[1]), late_mask=bool(header[_LATE_MASK]), **views)
+
+
+# ------------------------------------------------------------------------------------------------------- late masks
+@dataclass
+class LateMask:
+    """Which ids the rows of a plan may sample, sent after the plan: it depends on the result of the step before, while
+    the forward pass does not. Bit i of a position's mask, in words of 32, lowest bit first, allows token id i.
+
+        plan N+1 -> forward N+1 ............ sample N+1
+        result N -> grammar -> mask N+1 ----^"""
+
+    seq: int
+    index: np.ndarray  # [R, W] int32: the row of `bits` for each row of the plan and offset in its window; -1: no mask
+    bits: np.ndarray  # [M, ceil(V / 32)] int32
+
+    @classmethod
+    def nothing(cls, seq: int, rows: int) -> LateMask:
+        """Every row may sample what it likes."""
+        return cls(seq, np.full((rows, 1), -1, dtype=np.int32), np.zeros((0, 0), dtype=np.int32))
+
+
+MASK_HEADER = 4  # seq, R, W, M
+
+
+def pack_mask(mask: LateMask) -> np.ndarray:
+    """As one contiguous int32 array: header, index, bits."""
+    header = np.asarray([mask.seq, *mask.index.shape, len(mask.bits)], dtype=np.int32)
+    return np.concatenate([header, mask.index.reshape(-1), mask.bits.reshape(-1)])
+
+
+def split_mask(header: np.ndarray, packed: Any) -> tuple[Any, Any]:
+    """(index, bits) as views of a packed mask. `header` is on the host; `packed` has the same cells, anywhere."""
+    _, rows, width, count = header[:MASK_HEADER].tolist()
+    end = MASK_HEADER + rows * width
+    words = (len(packed) - end) // count if count else 0
+    return packed[MASK_HEADER:end].reshape(rows, width), packed[end:].reshape(count, words)
 
 
 # ---------------------------------------------------------------------------------------------------------- results

@@ -2,11 +2,15 @@
 
     plan N (packed)  ->  apply ops -> bind -> model -> verify -> commit -> ingest, propose -> pack  ->  result N
                                       `------------- `Runner.run`: one graph on CUDA -------------'
+                                      `-- first --'    `---------------- second -----------------'
                          `------------------- one stream, in order; no host wait -------------------'
+
+A plan with a late mask is run in two parts, `begin` and `end`: the mask is made while the first one runs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -24,9 +28,10 @@ from stretto.ops.commit import judge
 from stretto.ragged import RaggedStep
 from stretto.sample.features import FeatureMirror, StepShape, step_shape
 from stretto.sample.logprobs import token_scores
-from stretto.sample.verify import process, prompt_targets, sample, sampled_positions
+from stretto.sample.processors import TokenMasks
+from stretto.sample.verify import mask, process, prompt_targets, sample, sampled_positions
 from stretto.spec.api import Drafter, Offer
-from stretto.wire import HEADER, Int, PackedPlan, ResultLayout, split_plan
+from stretto.wire import HEADER, MASK_HEADER, Int, PackedPlan, ResultLayout, split_mask, split_plan
 
 SCORE_SLICE = 128  # prompt positions whose logits exist at one time
 
@@ -38,6 +43,26 @@ class Executor(Protocol):
         """rows [R, 3] int32 on the device. Returns the body and the shape that it was run with (a bucket may be larger
         than what was asked for)."""
         ...
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the first part of a step leaves to the second."""
+
+    step: RaggedStep
+    hidden: torch.Tensor  # [T, hidden_size]
+    taps: dict[str, torch.Tensor]
+    logits: torch.Tensor  # [L, V]
+
+
+@dataclass(frozen=True)
+class HalfStep:
+    """A step whose forward pass is launched and which waits for its mask."""
+
+    seq: int
+    rows: torch.Tensor  # [R, 3]
+    shape: StepShape
+    forward: Forward
 
 
 class Runner:
@@ -59,9 +84,15 @@ class Runner:
         if drafter is not None:
             self.drafting.adopt(drafter)
 
-    @torch.inference_mode()
     def step(self, packed: np.ndarray) -> StepOutput:
-        """One step. Its body is on the device; nothing waits for it here."""
+        """One step without a late mask. Its body is on the device; nothing waits for it here."""
+        output = self.begin(packed)
+        assert isinstance(output, StepOutput), "a step with a late mask needs `begin` and `end`"
+        return output
+
+    @torch.inference_mode()
+    def begin(self, packed: np.ndarray) -> StepOutput | HalfStep:
+        """Starts a step: the whole of it, or all that comes before sampling where the plan waits for a mask."""
         on_host = split_plan(packed[:HEADER], packed)
         self._before(on_host)
         on_device = torch.from_numpy(packed).to(self.model.device, non_blocking=True)
@@ -71,9 +102,20 @@ class Runner:
         if not len(plan.rows):
             return StepOutput(ResultLayout(0, 1, 0).header(plan.seq), on_device[:0])
         rows = self.features.of_rows(on_host.rows[:, 0].tolist())
-        asked = step_shape(on_host.rows[:, 2].tolist(), rows, plan.draft_width if self.drafter else 0, self.exact)
+        asked = step_shape(on_host.rows[:, 2].tolist(), rows, plan.draft_width if self.drafter else 0, self.exact,
+                           plan.late_mask)
+        if plan.late_mask:
+            return HalfStep(plan.seq, plan.rows, asked, self.first(plan.rows, asked))
         body, shape = self.execute(plan.rows, asked)
         return StepOutput(_layout(shape, len(body)).header(plan.seq), body)
+
+    @torch.inference_mode()
+    def end(self, half: HalfStep, packed: np.ndarray) -> StepOutput:
+        """The rest of a step, with its packed mask (on the host, pinned where that matters)."""
+        on_device = torch.from_numpy(packed).to(self.model.device, non_blocking=True)
+        index, bits = split_mask(packed[:MASK_HEADER], on_device)
+        body = self.second(half.forward, half.rows, half.shape, TokenMasks(index, bits) if len(bits) else None)
+        return StepOutput(_layout(half.shape, len(body)).header(half.seq), body)
 
     def _before(self, on_host: PackedPlan[np.ndarray]) -> None:
         self.features.update(on_host)
@@ -86,12 +128,24 @@ class Runner:
     def run(self, rows: torch.Tensor, shape: StepShape) -> torch.Tensor:
         """Everything after the operations, tensors in, one tensor out. Decides by `shape` alone, so that equal shapes
         launch the same kernels. rows [R, 3] int32; returns the body of the packed result."""
+        return self.second(self.first(rows, shape), rows, shape)
+
+    def first(self, rows: torch.Tensor, shape: StepShape) -> Forward:
+        """Binds the step and computes the logits of its sampled positions."""
         table = self.table
         step = bind(rows, table.ints, table.log, table.page_tables, table.page_size, shape.tokens, shape.logits)
         hidden, taps = self._model(step)
-        logits = self.model.logits(hidden[step.out_tokens])
+        return Forward(step, hidden, taps, self.model.logits(hidden[step.out_tokens]))
+
+    def second(self, forward: Forward, rows: torch.Tensor, shape: StepShape,
+               masks: TokenMasks | None = None) -> torch.Tensor:
+        """Samples, commits, drafts. Returns the body of the packed result."""
+        table, step, hidden, taps, logits = self.table, forward.step, forward.hidden, forward.taps, forward.logits
         where = sampled_positions(step, table)
-        sampled = sample(process(logits, where, table, shape), where, shape)
+        processed = process(logits, where, table, shape)
+        if masks is not None:
+            processed = mask(processed, step, masks)
+        sampled = sample(processed, where, shape)
         outcome = judge(step, sampled, table.ints, table.log, table.stops, shape.width)
         new_scores = self._new_scores(logits, sampled, step, shape)
         prompt_scores = self._prompt_scores(hidden, step, shape)

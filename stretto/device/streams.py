@@ -7,6 +7,11 @@
                 step stream   | step N          | step N+1        |
                 copy stream                     | D2H N |          | D2H N+1 |
                 host          plan N+1 ........ collect N, plan N+2 ...
+
+A plan with a late mask starts at `launch` and samples after `mask`; in between the host processes the step before:
+
+                step stream   | step N            | forward N+1 ...... | rest of N+1 |
+                host          plan N+1, launch it | collect N, mask N+1 ^
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import torch
 
 from stretto.device.graphs import GraphExecutor
 from stretto.device.record import StepOutput
-from stretto.device.runner import Runner
+from stretto.device.runner import HalfStep, Runner
 from stretto.sample.features import StepShape
 
 LARGEST_GRAPH = 4096  # packed tokens; above it kernels run so long that launching them one by one costs nothing
@@ -33,6 +38,10 @@ class DeviceHalf(Protocol):
 
     def launch(self, packed: np.ndarray) -> None:
         """Starts a step; returns before it has run (except `InlineDevice`)."""
+        ...
+
+    def mask(self, packed: np.ndarray) -> None:
+        """The packed late mask of the plan launched last, which waits for it."""
         ...
 
     def collect(self) -> np.ndarray:
@@ -52,9 +61,21 @@ class InlineDevice:
     def __init__(self, runner: Runner):
         self.runner = runner
         self.results: deque[np.ndarray] = deque()
+        self.half: HalfStep | None = None
 
     def launch(self, packed: np.ndarray) -> None:
-        output = self.runner.step(packed)
+        output = self.runner.begin(packed)
+        if isinstance(output, HalfStep):
+            self.half = output
+        else:
+            self._keep(output)
+
+    def mask(self, packed: np.ndarray) -> None:
+        assert self.half is not None, "no plan waits for a mask"
+        half, self.half = self.half, None
+        self._keep(self.runner.end(half, packed))
+
+    def _keep(self, output: StepOutput) -> None:
         self.results.append(output.packed(output.body.cpu().numpy()))
 
     def collect(self) -> np.ndarray:
@@ -73,6 +94,7 @@ class ThreadDevice:
     def __init__(self, runner: Runner):
         self.runner = runner
         self.plans: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
+        self.masks: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
         self.results: queue.SimpleQueue[np.ndarray | BaseException] = queue.SimpleQueue()
         threads = torch.get_num_threads()
         self.thread = threading.Thread(target=self._run, args=(threads,), name="stretto-device", daemon=True)
@@ -82,13 +104,18 @@ class ThreadDevice:
         torch.set_num_threads(threads)  # a new thread starts with its own count
         while (packed := self.plans.get()) is not None:
             try:
-                output = self.runner.step(packed)
+                output = self.runner.begin(packed)
+                if isinstance(output, HalfStep):
+                    output = self.runner.end(output, self.masks.get())
                 self.results.put(output.packed(output.body.numpy()))
             except BaseException as e:  # handed to the caller, who waits for this result
                 self.results.put(e)
 
     def launch(self, packed: np.ndarray) -> None:
         self.plans.put(packed)
+
+    def mask(self, packed: np.ndarray) -> None:
+        self.masks.put(packed)
 
     def collect(self) -> np.ndarray:
         result = self.results.get()
@@ -114,7 +141,8 @@ class CudaDevice:
         self.graphs = GraphExecutor(runner, LARGEST_GRAPH)
         if graphs:
             runner.execute = self.graphs
-        self.in_flight: deque[tuple[StepOutput, torch.Tensor, torch.Tensor, torch.cuda.Event]] = deque()
+        self.in_flight: deque[tuple[StepOutput, torch.Tensor, tuple[torch.Tensor, ...], torch.cuda.Event]] = deque()
+        self.half: tuple[HalfStep, torch.Tensor] | None = None
 
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         with torch.cuda.stream(self.steps), torch.inference_mode():
@@ -123,7 +151,21 @@ class CudaDevice:
     def launch(self, packed: np.ndarray) -> None:
         pinned = torch.from_numpy(packed).pin_memory()
         with torch.cuda.stream(self.steps):
-            output = self.runner.step(pinned.numpy())
+            output = self.runner.begin(pinned.numpy())
+        if isinstance(output, HalfStep):
+            self.half = output, pinned
+        else:
+            self._send_home(output, (pinned,))
+
+    def mask(self, packed: np.ndarray) -> None:
+        assert self.half is not None, "no plan waits for a mask"
+        (half, plan), self.half = self.half, None
+        pinned = torch.from_numpy(packed).pin_memory()
+        with torch.cuda.stream(self.steps):
+            output = self.runner.end(half, pinned.numpy())
+        self._send_home(output, (plan, pinned))
+
+    def _send_home(self, output: StepOutput, pinned: tuple[torch.Tensor, ...]) -> None:
         self.copies.wait_stream(self.steps)
         with torch.cuda.stream(self.copies):
             on_host = torch.empty(output.body.shape, dtype=output.body.dtype, pin_memory=True)

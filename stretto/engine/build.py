@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from stretto.device.slots import SlotTable
 from stretto.device.streams import make_device
 from stretto.engine.core import EngineCore
 from stretto.facts import gather_facts
+from stretto.host.grammar import Grammars
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostDrafter, HostLimits
 from stretto.model.api import CausalModel
@@ -51,6 +52,7 @@ from stretto.report import start_report
 from stretto.spec.context import DrafterError, Target
 from stretto.spec.identify import verifier_of
 from stretto.spec.registry import drafter_sizes, make_drafter, make_host_drafter
+from stretto.text.grammar import GrammarTokenizer, vocabulary
 from stretto.text.stream import IncrementalText
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -138,7 +140,7 @@ def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCo
     clock.lap("weights")
     runner, backend = make_runner(model, prepared)
     limits = host_limits(resolved, eos_ids(prepared, tokenizer), _host_drafter(prepared))
-    host = HostHalf(limits, text_streams(tokenizer))
+    host = HostHalf(limits, text_streams(tokenizer), grammars(tokenizer, model.vocab_size, limits.eos_token_ids))
     clock.lap("KV cache")
     device_half = make_device(runner, overlap=resolved.depth > 0)
     if device.type == "cuda":
@@ -217,6 +219,10 @@ def text_streams(tokenizer: Tokenizer) -> Callable[[SamplingParams], Incremental
     def make(sampling: SamplingParams) -> IncrementalText:
         return IncrementalText.for_request(tokenizer, sampling)
     return make
+
+
+def grammars(tokenizer: GrammarTokenizer, vocab_size: int, eos: Collection[int]) -> Grammars:
+    return Grammars(partial(vocabulary, tokenizer, vocab_size, sorted(eos)), vocab_size)
 
 
 def eos_ids(prepared: Prepared, tokenizer: Tokenizer) -> frozenset[int]:

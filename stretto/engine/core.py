@@ -2,6 +2,9 @@
 
     submit, abort  ->  host.plan  ->  device.launch           plan N + 1 is made while the device runs plan N
                        host.process  <-  device.collect       (depth 1; depth 0: one after the other)
+
+A plan with a late mask is launched like any other. Its mask is made once every step before it is processed, while the
+device runs its forward pass; so at most one step is in flight beside the one that is planned.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ import time
 from stretto.device.streams import DeviceHalf
 from stretto.host.half import HostHalf
 from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, check_request
-from stretto.wire import pack_plan, unpack_result
+from stretto.wire import LateMask, StepPlan, pack_mask, pack_plan, unpack_result
+
+REST_SECONDS = 0.01  # for which a step waits where all work waits for something else than the device
 
 
 class EngineCore:
@@ -20,7 +25,9 @@ class EngineCore:
     def __init__(self, host: HostHalf, device: DeviceHalf, info: EngineInfo, depth: int):
         self.host, self.device, self.info, self.depth = host, device, info, depth
         self.in_flight = 0
-        self.busy_seconds = self.wait_seconds = 0.0
+        self.busy_seconds = self.wait_seconds = self.mask_seconds = 0.0
+        self.late_masks = self.late_masks_overlapped = 0
+        self._unmasked: StepPlan | None = None  # launched, and waiting for its mask
 
     def submit(self, request: Request) -> None:
         """Raises RequestError for a request that can never run here."""
@@ -43,30 +50,57 @@ class EngineCore:
         return self.host.has_work or self.in_flight > 0
 
     def step(self) -> list[Output]:
-        """Launches at most one step, collects at most one result, returns what became ready."""
+        """Launches at most one step, collects what is due, returns what became ready."""
         started = time.perf_counter()
         plan = self.host.plan()
         if plan is not None:
             self.device.launch(pack_plan(plan))
             self.in_flight += 1
         outputs = self.host.take_outputs()
+        if plan is None and not self.in_flight and not outputs:
+            self.host.rest(REST_SECONDS)
+        if plan is not None and plan.late_mask:
+            self._unmasked = plan
+            outputs += self._send_mask(plan)
         if self.in_flight > (self.depth if plan is not None else 0):
-            before = time.perf_counter()
-            packed = self.device.collect()
-            self.wait_seconds += time.perf_counter() - before
-            self.in_flight -= 1
-            outputs += self.host.process(unpack_result(packed))
+            outputs += self._collect()
         self.busy_seconds += time.perf_counter() - started
         return outputs
 
+    def _send_mask(self, plan: StepPlan) -> list[Output]:
+        """Processes every step before the plan's, which runs its forward pass meanwhile; then sends its mask."""
+        outputs: list[Output] = []
+        self.late_masks += 1
+        self.late_masks_overlapped += self.in_flight > 1
+        while self.in_flight > 1:
+            outputs += self._collect()
+        before = time.perf_counter()
+        mask = self.host.mask(plan)
+        self.device.mask(pack_mask(mask))
+        self._unmasked = None
+        self.mask_seconds += time.perf_counter() - before
+        return outputs + self.host.take_outputs()
+
+    def _collect(self) -> list[Output]:
+        before = time.perf_counter()
+        packed = self.device.collect()
+        self.wait_seconds += time.perf_counter() - before
+        self.in_flight -= 1
+        return self.host.process(unpack_result(packed))
+
     def stats(self) -> EngineStats:
         counters, gauges = self.host.stats()
-        counters |= {"loop_seconds": self.busy_seconds, "device_wait_seconds": self.wait_seconds}
+        counters |= {"loop_seconds": self.busy_seconds, "device_wait_seconds": self.wait_seconds,
+                     "mask_seconds": self.mask_seconds, "late_masks": float(self.late_masks),
+                     "late_masks_overlapped": float(self.late_masks_overlapped)}
         return EngineStats(counters=counters, gauges=gauges | {"steps_in_flight": float(self.in_flight)})
 
     def close(self) -> None:
         """Collects what is in flight and ends the device half."""
+        if self._unmasked is not None:  # a step failed between launch and mask
+            self.device.mask(pack_mask(LateMask.nothing(self._unmasked.seq, len(self._unmasked.rows))))
         while self.in_flight:
             self.device.collect()
             self.in_flight -= 1
         self.device.close()
+        self.host.close()

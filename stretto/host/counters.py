@@ -28,6 +28,10 @@ class Counters:
     stale_results: int = 0  # rows whose turn had left its slot
     host_stops: int = 0  # turns ended by a stop string, with or without a step in flight
     aborts: int = 0
+    masked_steps: int = 0  # with a grammar's row that samples
+    masked_positions: int = 0  # for which a mask was made
+    grammar_ends: int = 0  # turns that a grammar ended
+    grammar_errors: int = 0  # turns whose grammar could not be compiled, or led into a dead end
     forks: int = 0
     forks_without_pages: int = 0
     host_drafts: int = 0

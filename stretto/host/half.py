@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from stretto.host.counters import Counters
 from stretto.host.faults import HostFault
+from stretto.host.grammar import Grammars, wait_for
 from stretto.host.intake import Intake
 from stretto.host.ledger import Ledger
 from stretto.host.limits import HostLimits
@@ -36,8 +37,9 @@ from stretto.protocol import (
     RewindSession,
     SessionInfo,
 )
+from stretto.text.masks import MaskAsk, MaskMaker
 from stretto.text.stream import TextStream
-from stretto.wire import StepPlan, StepResult
+from stretto.wire import LateMask, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +47,16 @@ logger = logging.getLogger(__name__)
 class HostHalf:
     """Not thread-safe: one loop owns it. Raises HostFault (strict) where a check of the books fails."""
 
-    def __init__(self, limits: HostLimits, text_stream: Callable[[SamplingParams], TextStream] | None = None):
-        self.limits = limits
+    def __init__(self, limits: HostLimits, text_stream: Callable[[SamplingParams], TextStream] | None = None,
+                 grammars: Grammars | None = None):
+        self.limits, self._grammars = limits, grammars
+        self._masks = MaskMaker(grammars.vocab_size if grammars is not None else 0)
         self.counters = Counters()
         self._ops = Ops()
         self.ledger = Ledger(limits, self._ops)
         self.slots = Slots(limits.max_slots, self._ops)
         self.queue, self._live = Queue(), Live()
-        self._intake = Intake(limits, text_stream)
+        self._intake = Intake(limits, text_stream, grammars)
         self.sessions = Sessions(limits, self.ledger, self.slots, self.queue, self._live, self._intake, self._ops,
                                  self.counters)
         self.results = Results(limits, self.ledger, self.slots, self.queue, self._live, self._intake, self.sessions,
@@ -63,12 +67,12 @@ class HostHalf:
 
     def submit(self, request: Request) -> None:
         """Raises RequestError where the request can never run, or its id is live."""
-        if request.rid in self._live or self.sessions.waits(request.rid):
-            raise RequestError(f"request {request.rid!r} is live already", param="rid")
         if request.session is not None:
             self.sessions.submit(request)
             self.counters.requests += 1
             return
+        if request.rid in self._live or self.sessions.waits(request.rid):
+            raise RequestError(f"request {request.rid!r} is live already", param="rid")
         turn = self._intake.turn(request, request.tokens)
         turn.usage.prompt_tokens = turn.job.prompt
         self.counters.requests += 1
@@ -118,9 +122,67 @@ class HostHalf:
         """The next step; None where nothing can run before a result or a request comes.
 
         Call `take_outputs` after it: a turn may end here, for want of pages."""
+        self._note_compiled()
         plan = self.planner.plan()
         self._check()
         return plan
+
+    def mask(self, plan: StepPlan) -> LateMask:
+        """What the rows of a plan with `late_mask` may sample. To be called when every earlier step is processed and
+        no later one is planned: then each row's length and drafts are known here."""
+        asks = []
+        for i, (slot, epoch, cap) in enumerate(plan.rows):
+            turn = self.slots.owner(slot, epoch)  # None: it has ended since; its row samples for nobody
+            if turn is not None and turn.grammar is not None and turn.lease is not None:
+                pending = len(turn.tokens) - turn.lease.lo
+                if cap >= pending:
+                    asks.append(self._mask_ask(i, turn, self._drafts(turn, plan)[: cap - pending]))
+        self.counters.masked_positions += sum(1 + len(ask.drafts) for ask in asks)
+        mask, stuck = self._masks.make(plan.seq, len(plan.rows), asks)
+        for i in stuck:
+            turn = self.slots.owner(*plan.rows[i][:2])
+            assert turn is not None and turn.grammar is not None
+            self._unsent += self.results.fail(turn, str(turn.grammar.error() or "the grammar cannot go on"))
+        return mask
+
+    def _mask_ask(self, row: int, turn: Turn, drafts: list[int]) -> MaskAsk:
+        least = turn.job.prompt + turn.job.request.sampling.min_tokens
+        assert turn.grammar is not None
+        return MaskAsk(row, turn.grammar.matcher, drafts, max(0, least - len(turn.tokens)),
+                       (*turn.job.stop_ids, *self.limits.eos_token_ids))
+
+    @staticmethod
+    def _drafts(turn: Turn, plan: StepPlan) -> list[int]:
+        """The drafts that the plan's row finds behind its known ids: of the plan, by the device's rule, or else those
+        that the device offered last."""
+        known = len(turn.tokens)
+        for draft in plan.drafts:
+            if (draft.slot, draft.epoch) == (turn.slot, turn.epoch):
+                behind = known - draft.at
+                room = min(turn.job.limit - 1 - known, turn.job.width)
+                if turn.tokens[draft.at :] == draft.ids[:behind] and len(draft.ids) > behind and room > 0:
+                    return draft.ids[behind : behind + room]
+        epoch, offered = turn.grammar.offered if turn.grammar is not None else (-1, [])
+        return offered if epoch == turn.epoch else []
+
+    def _note_compiled(self) -> None:
+        """Ends the turns whose grammar has turned out to be unusable."""
+        for turn in self._intake.compiling[:]:
+            assert turn.grammar is not None
+            fault = turn.grammar.fault
+            if fault is not None or turn.grammar.ready:
+                self._intake.compiling.remove(turn)
+                if fault is not None and turn in self._live.of(turn.job.request.rid):
+                    self._unsent += self.results.fail(turn, fault)
+
+    def rest(self, seconds: float) -> None:
+        """Where nothing can run before a grammar is compiled: until one is, or so long."""
+        if self._intake.compiling:
+            wait_for([turn.grammar for turn in self._intake.compiling if turn.grammar is not None], seconds)
+
+    def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
 
     def process(self, result: StepResult) -> list[Output]:
         outputs = self.take_outputs() + self.results.process(result)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
+from stretto.host.grammar import Grammars, GrammarState
 from stretto.host.limits import HostLimits
 from stretto.host.turn import Job, Turn
 from stretto.params import SamplingParams
 from stretto.protocol import Request, RequestError, Usage
+from stretto.text.grammar import GrammarError
 from stretto.text.stream import TextStream
 from stretto.wire import NEVER, Goal
 
@@ -17,8 +19,11 @@ TextStreamOf = Callable[[SamplingParams], TextStream]
 
 
 class Intake:
-    def __init__(self, limits: HostLimits, text_stream: TextStreamOf | None):
-        self._limits, self._text_stream = limits, text_stream
+    """`compiling` lists the turns whose grammar was not ready when they came."""
+
+    def __init__(self, limits: HostLimits, text_stream: TextStreamOf | None, grammars: Grammars | None = None):
+        self._limits, self._text_stream, self._grammars = limits, text_stream, grammars
+        self.compiling: list[Turn] = []
         self._serials = count()
 
     def turn(self, request: Request, tokens: list[int], scores_from: int = 0, capacity: int | None = None) -> Turn:
@@ -50,14 +55,29 @@ class Intake:
         lookahead = limits.lookahead if width and goal == Goal.GENERATE else 0
         job = Job(request, 0, (request.priority, next(self._serials), 0), goal, prompt, limit, width, lookahead,
                   self._seed(sampling), self._stop_ids(sampling), scores_from if scored else NEVER, limit < asked)
-        return Turn(job, list(tokens), self._stream(request), scores=[] if scored else None, unforked=sampling.n - 1)
+        turn = Turn(job, list(tokens), self._stream(request), scores=[] if scored else None, unforked=sampling.n - 1,
+                    grammar=self._grammar(sampling) if goal == Goal.GENERATE else None)
+        if not turn.ready:
+            self.compiling.append(turn)
+        return turn
 
     def choice(self, turn: Turn, index: int) -> Turn:
         """Another choice of the same request, on the same prompt."""
         job = turn.job
         rank = (*job.rank[:2], index)
         return Turn(replace(job, index=index, rank=rank, scores_from=NEVER), turn.tokens[: job.prompt],
-                    self._stream(job.request), usage=Usage(prompt_tokens=job.prompt))
+                    self._stream(job.request), usage=Usage(prompt_tokens=job.prompt),
+                    grammar=turn.grammar.another() if turn.grammar else None)
+
+    def _grammar(self, sampling: SamplingParams) -> GrammarState | None:
+        if sampling.grammar is None:
+            return None
+        if self._grammars is None:
+            raise RequestError("a grammar needs the text of the ids, and this engine has no tokenizer", param="grammar")
+        try:
+            return self._grammars.state(sampling.grammar)
+        except GrammarError as e:
+            raise RequestError(str(e), param="grammar") from e
 
     def _asked(self, prompt: int, sampling: SamplingParams) -> int:
         room = self._limits.max_model_len

@@ -271,6 +271,8 @@ class Planner:
         self._count(rows, planned)
         width = max(row.turn.job.width for row in rows) if self._limits.drafter is None else 0
         plan = self._ops.take(self._seq, width, wire_rows)
+        plan.late_mask = any(_is_masked(row.turn) for row in rows)
+        self._counters.masked_steps += plan.late_mask
         self._seq += 1
         return plan
 
@@ -287,3 +289,9 @@ class Planner:
             counters.mixed_steps += 1
             counters.tail_rows += n_tails
             counters.tail_tokens += planned - chunk_tokens
+
+
+def _is_masked(turn: Turn) -> bool:
+    """Of a turn whose row is launched: it has a grammar, and the row samples."""
+    lease = turn.lease
+    return turn.grammar is not None and lease is not None and lease.lo + lease.flying >= turn.fill_to

@@ -22,7 +22,8 @@ class Queue:
 
     @property
     def head(self) -> Turn | None:
-        return self._entries[0][1] if self._entries else None
+        """The next to run; those that are not ready are passed over."""
+        return next((turn for _, turn in self._entries if turn.ready), None)
 
     def push(self, turn: Turn) -> None:
         insort(self._entries, (turn.job.rank, turn), key=lambda entry: entry[0])

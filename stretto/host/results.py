@@ -23,6 +23,7 @@ from stretto.host.session import Sessions
 from stretto.host.slots import Slots
 from stretto.host.turn import ABORT, ERROR, LENGTH, POOL_FULL, STOP, Turn
 from stretto.protocol import Output, TokenLogprob
+from stretto.text.grammar import GrammarError
 from stretto.wire import Goal, RowResult, StepResult, TokenScore
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class Results:
                 continue
             try:
                 self._apply(turn, row, result.seq, outputs)
+            except GrammarError as error:
+                outputs += self.fail(turn, str(error))
             except Exception as error:  # whatever it is, it is of this request
                 outputs += self.quarantine(turn, error)
         return outputs
@@ -65,6 +68,8 @@ class Results:
         if row.known != len(turn.tokens) + len(row.new):
             raise HostFault(f"the device knows {row.known} ids; {len(turn.tokens)} were known, {len(row.new)} emitted")
         counters.fed_tokens += row.fed
+        if turn.grammar is not None:
+            turn.grammar.offered = (turn.epoch, row.offered)
         if row.prompt_scores and turn.scores is not None:
             self._collect_scores(turn, row.prompt_scores)
         if row.new:
@@ -88,9 +93,13 @@ class Results:
         """Appends what the client gets of this row; says whether, and how, the turn has ended."""
         new, usage = row.new, turn.usage
         ending = self._device_ending(turn, new[-1]) if row.done else None
+        kept = turn.grammar.take(new) if turn.grammar is not None else None
+        if kept is not None and (ending is None or ending[0] != STOP or kept < len(new)):
+            ending, new = (STOP, None), new[:kept]
+            self._counters.grammar_ends += 1
         text = ""
         if turn.text is not None:
-            delta = turn.text.push(self._readable(turn, new, ending), row.done)
+            delta = turn.text.push(self._readable(turn, new, ending), ending is not None)
             text = delta.text
             if delta.stop is not None:  # its place is before, or at, whatever ended the turn on the device
                 ending, new = (STOP, delta.stop), new[: delta.kept]
@@ -121,10 +130,11 @@ class Results:
             self._counters.pool_bound += 1
         return LENGTH, POOL_FULL if job.pool_bound else None
 
-    @staticmethod
-    def _readable(turn: Turn, new: list[int], ending: Ending | None) -> list[int]:
-        """The ids whose text is delivered: not that of a matched stop id, unless the request asked for it."""
-        stopped = ending is not None and ending[0] == STOP
+    def _readable(self, turn: Turn, new: list[int], ending: Ending | None) -> list[int]:
+        """The ids whose text is delivered: not that of a matched stop id, unless the request asked for it. A grammar
+        may end with an end-of-sequence id that the request ignores."""
+        stopped = ending is not None and ending[0] == STOP and (
+            new[-1] in turn.job.stop_ids or new[-1] in self._limits.eos_token_ids)
         return new[:-1] if stopped and not turn.job.request.sampling.include_stop else new
 
     @staticmethod
@@ -202,6 +212,14 @@ class Results:
             outputs.append(Output(rid, 0, [], "", ABORT))
         return outputs
 
+    def fail(self, turn: Turn, cause: str) -> list[Output]:
+        """Ends one turn with an error that is the request's own, such as a grammar with a dead end."""
+        self._counters.grammar_errors += 1
+        outputs = self._outputs_at_end(turn, (ERROR, None), error=cause)
+        self._unseat(turn)
+        self._let_go(turn)
+        return outputs + (self._sessions.failed(turn) if turn.session is not None else [])
+
     def expire(self, turn: Turn) -> list[Output]:
         """The pool cannot hold one more token of this turn, which has it to itself."""
         self._counters.pool_bound += 1
@@ -217,6 +235,8 @@ class Results:
             self._slots.leave(turn)
         else:
             self._queue.remove(turn)
+
+    def _let_go(self, turn: Turn) -> None:
         if turn.lease is not None:
             self._release(turn)
         self._retire(turn)
@@ -234,8 +254,6 @@ class Results:
 
     def _outputs_at_end(self, turn: Turn, ending: Ending, error: str | None = None,
                         scores: list[TokenLogprob] | None = None) -> list[Output]:
-
-    def _let_go(self, turn: Turn) -> None:
         """The last output of a turn, and of the choices that were to be forked from it."""
         indices = (turn.job.index, *range(1, 1 + turn.unforked))
         return [Output(turn.job.request.rid, index, [], "", *ending, copy(turn.usage), error=error,

@@ -27,7 +27,7 @@ def _ints(turn: Turn, lease: Lease, seam: int) -> list[int]:
         turn.epoch,  # EPOCH
         lease.draft_lo,  # DRAFT_LEN
         job.prompt,  # PROMPT
-        job.prompt + sampling.min_tokens,  # FIRST_STOP
+        job.prompt + (0 if turn.grammar else sampling.min_tokens),  # FIRST_STOP: of a grammar, its mask sees to it
         max(0, sampling.top_k),  # TOP_K
         _signed(job.seed),  # SEED_LOW
         _signed(job.seed >> 32),  # SEED_HIGH

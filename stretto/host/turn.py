@@ -10,6 +10,7 @@ from stretto.text.stream import TextStream
 from stretto.wire import NEVER, Goal
 
 if TYPE_CHECKING:
+    from stretto.host.grammar import GrammarState
     from stretto.host.ledger import Lease
     from stretto.host.session import Session
 
@@ -47,10 +48,16 @@ class Turn:
     unforked: int = 0  # choices that wait for this turn's first sampled id
     session: Session | None = None
     expected: int = 0  # ids whose KV the session held, or would hold had it not been taken
+    grammar: GrammarState | None = None
     lease: Lease | None = None
     slot: int = -1
     epoch: int = -1
     fill_to: int = 0  # ids of the log at seating; rows below it only feed
+
+    @property
+    def ready(self) -> bool:
+        """It may be seated: nothing that it needs is still being made."""
+        return self.grammar is None or self.grammar.ready
 
     @property
     def next_score(self) -> int:

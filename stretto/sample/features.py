@@ -41,9 +41,11 @@ class StepShape:
     min_tokens: bool = False
     alternatives: int = -1
     scores_prompt: bool = False
+    masked: bool = False  # a grammar says what some rows may sample
 
 
-def step_shape(caps: list[int], rows: list[Features], draft_width: int, exact: bool) -> StepShape:
+def step_shape(caps: list[int], rows: list[Features], draft_width: int, exact: bool,
+               masked: bool = False) -> StepShape:
     """`caps` are the planned q_cap of the rows. `exact`: sizes of tokens and logits are read, not bounded."""
     windows = [min(cap, 1 + f.speculation) for cap, f in zip(caps, rows, strict=True)]
     return StepShape(
@@ -51,7 +53,7 @@ def step_shape(caps: list[int], rows: list[Features], draft_width: int, exact: b
         draft_width=draft_width, sampled=any(f.sampled for f in rows), filtered=any(f.filtered for f in rows),
         penalised=any(f.penalised for f in rows), biased=any(f.biased for f in rows),
         min_tokens=any(f.min_tokens for f in rows), alternatives=max(f.alternatives for f in rows),
-        scores_prompt=any(f.scores_prompt for f in rows))
+        scores_prompt=any(f.scores_prompt for f in rows), masked=masked)
 
 
 class FeatureMirror:

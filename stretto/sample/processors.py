@@ -1,11 +1,13 @@
 """Logit processors, applied at every sampled position of every row, through the slot table.
 
-Order (documented for users in `stretto.params`): logit bias, min_tokens, penalties; then temperature, top-k, top-p
-and min-p in `sampler`. Penalties count from the row's own log, so a rewind, a retraction or a rejected draft has
+Order (documented for users in `stretto.params`): logit bias, min_tokens, penalties, grammar; then temperature, top-k,
+top-p and min-p in `sampler`. Penalties count from the row's own log, so a rewind, a retraction or a rejected draft has
 nothing to undo: the ids before a position are the log before it, drafts of the same window included.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -55,3 +57,31 @@ def penalise(logits: torch.Tensor, where: Positions, log: torch.Tensor) -> None:
     logits.copy_(torch.where(seen, scaled, logits))
     logits.sub_(counts * where.real(Real.FREQUENCY)[:, None])
     logits.sub_((counts > 0) * where.real(Real.PRESENCE)[:, None])
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """What some positions may sample (layout: `stretto.wire.LateMask`)."""
+
+    index: torch.Tensor  # [R, W] int32: the row of `bits` of each row and offset in its window; -1: no mask
+    bits: torch.Tensor  # [M, ceil(V / 32)] int32, M > 0
+
+
+def apply_masks(logits: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, masks: TokenMasks) -> None:
+    """logits [L, V], changed in place: -inf where a position's mask has no bit. rows, offsets [L] int64: the row of the
+    step and the place in its window of each position; places beyond the index have no mask."""
+    width = masks.index.shape[1]
+    at = torch.where(offsets < width, masks.index[rows, offsets.clamp(0, width - 1)], -1).long()
+    if logits.device.type == "cpu":  # the host can read which positions these are
+        chosen = (at >= 0).nonzero().flatten()
+        logits[chosen] = logits[chosen].masked_fill_(~_unpacked(masks.bits[at[chosen]], logits.shape[1]), float("-inf"))
+        return
+    allowed = _unpacked(masks.bits[at.clamp(min=0)], logits.shape[1])
+    logits.masked_fill_(~(allowed | (at < 0)[:, None]), float("-inf"))
+
+
+def _unpacked(bits: torch.Tensor, vocab: int) -> torch.Tensor:
+    """[N, words] int32 -> [N, vocab] bool, lowest bit first."""
+    eights = bits.contiguous().view(torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((eights[:, :, None] >> shifts) & 1).view(len(bits), -1)[:, :vocab].bool()

@@ -10,7 +10,7 @@ import torch
 from stretto.device.slots import SlotTable
 from stretto.ragged import RaggedStep
 from stretto.sample.features import StepShape
-from stretto.sample.processors import Positions, add_bias, forbid_stops, penalise
+from stretto.sample.processors import Positions, TokenMasks, add_bias, apply_masks, forbid_stops, penalise
 from stretto.sample.sampler import greedy, sample_all, sample_filtered
 from stretto.wire import Int, Real
 
@@ -20,6 +20,15 @@ def sampled_positions(step: RaggedStep, table: SlotTable) -> Positions:
     slots = step.slots[step.out_rows]
     offset = torch.arange(len(step.out_rows), device=slots.device) - step.cu_out[step.out_rows]
     return Positions(slots, table.known[slots] + offset, table.ints, table.reals)
+
+
+def mask(logits: torch.Tensor, step: RaggedStep, masks: TokenMasks) -> torch.Tensor:
+    """logits [L, V], processed; a copy in which every position samples what its grammar allows."""
+    rows = step.out_rows
+    offsets = torch.arange(len(rows), device=rows.device) - step.cu_out[rows]
+    logits = logits.clone()
+    apply_masks(logits, rows, offsets, masks)
+    return logits
 
 
 def process(logits: torch.Tensor, where: Positions, table: SlotTable, shape: StepShape) -> torch.Tensor:

@@ -15,6 +15,7 @@ from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
 from stretto.device.streams import make_device
 from stretto.engine.core import EngineCore
+from stretto.host.grammar import Grammars
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
 from stretto.model.api import CausalModel
@@ -83,7 +84,8 @@ class Oracle:
 
 
 def make_core(model: CausalModel, *, page_size: int = 16, pool_tokens: int = 4096, overlap: bool = True,
-              drafter: Drafter | None = None, slots: int = 9, text=None, poison: bool = False,
+              drafter: Drafter | None = None, slots: int = 9, text=None, grammars: Grammars | None = None,
+              poison: bool = False,
               window_pages: int | None = None, **limits) -> EngineCore:
     """An engine whose pool holds `pool_tokens` in every group. Freed pages are unreadable where `poison` is set."""
     groups = group_layers(model.layers)
@@ -99,7 +101,7 @@ def make_core(model: CausalModel, *, page_size: int = 16, pool_tokens: int = 409
     runner = Runner(model, TorchRagged(), kv, table, drafter)
     info = EngineInfo(model_name="tiny", vocab_size=model.vocab_size, max_model_len=context, max_num_seqs=slots - 1,
                       kv_tokens=host.kv_tokens, eos_token_ids=sorted(host.eos_token_ids), speculation_tokens=width)
-    return EngineCore(HostHalf(host, text), make_device(runner, overlap), info, int(overlap))
+    return EngineCore(HostHalf(host, text, grammars), make_device(runner, overlap), info, int(overlap))
 
 
 def greedy(n: int, **more) -> SamplingParams:

@@ -1,0 +1,132 @@
+"""Grammars on the host: compiled in the background, one matcher a turn, and the late mask of a step.
+
+    submit      the grammar goes to a thread; its turn waits in the queue, others pass it
+    result N    the turn's matcher takes the emitted ids; where the grammar ends, so does the turn
+    mask N+1    for each position of each window: what may follow, the drafts offered before it taken as given.
+                The device runs the forward pass of step N+1 meanwhile.
+
+A draft that the grammar refuses is not in the mask of its position, so verification cuts the window there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from llguidance import LLMatcher, LLTokenizer
+
+from stretto.host.faults import HostFault
+from stretto.params import Grammar
+from stretto.text.grammar import LIMITS, GrammarError, check_grammar, definition
+from stretto.text.masks import is_dead_end
+
+COMPILE_THREADS = 2
+COMPILE_SECONDS = 20.0  # from submission on
+CACHED = 256  # compiled grammars
+_TOO_COMPLEX = {"ParserTooComplex": "its parser", "LexerTooComplex": "its lexer"}
+
+
+class GrammarState:
+    """A turn's place in its grammar: the ids of the turn that were delivered, and the drafts offered after them."""
+
+    def __init__(self, compiled: Future[LLMatcher]):
+        self._compiled, self._deadline = compiled, time.monotonic() + COMPILE_SECONDS
+        self._matcher: LLMatcher | None = None
+        self.offered: tuple[int, list[int]] = (-1, [])  # epoch, ids: as the device last reported them
+
+    def another(self) -> GrammarState:
+        """For another choice of the same request: at the grammar's beginning."""
+        return GrammarState(self._compiled)
+
+    @property
+    def ready(self) -> bool:
+        return self._compiled.done() and self._compiled.exception() is None
+
+    @property
+    def fault(self) -> str | None:
+        """Why it will not become ready."""
+        if not self._compiled.done():
+            late = time.monotonic() > self._deadline
+            return f"the grammar was not compiled within {COMPILE_SECONDS:g} s: simplify it" if late else None
+        error = self._compiled.exception()
+        return None if error is None else f"the grammar cannot be used: {error}"
+
+    @property
+    def compiled(self) -> Future[LLMatcher]:
+        return self._compiled
+
+    @property
+    def matcher(self) -> LLMatcher:
+        if self._matcher is None:
+            self._matcher = self._compiled.result(timeout=0).deep_copy()
+        return self._matcher
+
+    def take(self, ids: Sequence[int]) -> int | None:
+        """Advances by emitted ids. Returns how many belong to the answer where the grammar ended, else None.
+
+        Raises GrammarError where the grammar has led into a dead end or past llguidance's limits, and HostFault where
+        an id was sampled that the mask of its position excluded."""
+        for i, token in enumerate(ids):
+            if self.matcher.try_consume_tokens([token]) != 1:
+                raise self._refusal(token)
+            if self.matcher.is_stopped():
+                return i + 1
+        return None
+
+    def _refusal(self, token: int) -> Exception:
+        return self.error() or HostFault(f"id {token} was sampled; the grammar does not allow it there")
+
+    def error(self) -> GrammarError | None:
+        """Why nothing can follow, where nothing can."""
+        if reason := _TOO_COMPLEX.get(self.matcher.stop_reason()):
+            return GrammarError(f"the grammar exceeds the limits of {reason} at this point of the answer: simplify it")
+        if self.matcher.is_error():
+            return GrammarError(f"the grammar fails: {self.matcher.get_error()}")
+        if is_dead_end(self.matcher):
+            return GrammarError("the grammar leaves no token that could continue, or end, the answer here")
+        return None
+
+
+class Grammars:
+    """Compiles and remembers grammars of one vocabulary. `tokens` makes it: called once, on a thread."""
+
+    def __init__(self, tokens: Callable[[], LLTokenizer], vocab_size: int):
+        self._tokens, self.vocab_size = tokens, vocab_size
+        self._built: LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._cache: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+
+    def state(self, grammar: Grammar) -> GrammarState:
+        """Starts to compile, if need be. Raises GrammarError for what is wrong at first sight."""
+        compiled = self._cache.get(grammar)
+        if compiled is None or (compiled.done() and compiled.exception() is not None):
+            text = definition(grammar)
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
+            self._cache[grammar] = compiled = self._pool.submit(self._compile, grammar, text)
+            if len(self._cache) > CACHED:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(grammar)
+        return GrammarState(compiled)
+
+    def _compile(self, grammar: Grammar, text: str) -> LLMatcher:
+        with self._lock:
+            self._built = self._built or self._tokens()
+        matcher = LLMatcher(self._built, text, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            check_grammar(grammar, self._built)  # names the place
+            raise GrammarError(matcher.get_error())
+        return matcher
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def wait_for(states: Sequence[GrammarState], seconds: float) -> None:
+    """Until one of them is compiled, or has failed to; at most so long."""
+    wait([state.compiled for state in states], timeout=seconds, return_when=FIRST_COMPLETED)

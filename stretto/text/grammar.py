@@ -1,0 +1,189 @@
+"""Grammars of answers: what a request may ask for, in llguidance's terms, and what is wrong with it.
+
+    kind              source
+    json_schema       a JSON schema
+    regex             a regular expression (Rust's syntax; the whole answer matches)
+    choice            a JSON list of strings
+    lark              Lark, with llguidance's additions: %json {...}, lazy rules, <special tokens>
+    ebnf              GBNF as llama.cpp and SGLang read it, or Lark
+    structural_tag    {"structures": [{"begin", "schema", "end"}], "triggers": [...]}: free text with constrained parts
+    llguidance        {"grammars": [...]}, llguidance's own form
+
+What is compiled is bounded by llguidance's fuel, a count of work, so the same grammar is refused everywhere and always.
+No torch in this module.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, TokenizerWrapper, grammar_from
+
+from stretto.params import Grammar
+
+MAX_SOURCE = 512 * 1024  # characters of one grammar
+MAX_CHOICES = 10_000
+MAX_PLACES = 500  # parts of a broken schema that are tried one by one to name the broken one
+LIMITS = LLParserLimits(verbose_errors=False)
+_TEXTUAL = {"regex": "regex", "choice": "choice", "lark": "lark", "ebnf": "ebnf"}
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used. The message names the place and the cause."""
+
+
+class GrammarTokenizer(Protocol):
+    """The part of a tokenizer that grammars need."""
+
+    bos_token_id: int | None
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
+class _Source:
+    """A tokenizer as llguidance reads it. An id without a token has no bytes and is never allowed."""
+
+    def __init__(self, tokenizer: GrammarTokenizer, vocab_size: int, eos: int):
+        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < vocab_size)
+        self.eos_token_id, self.bos_token_id = eos, tokenizer.bos_token_id
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text,
+                            add_special_tokens=False)
+
+
+def vocabulary(tokenizer: GrammarTokenizer, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+    """llguidance's index of a vocabulary; about a second for 150,000 tokens. `vocab_size`: of the model's logits.
+    Raises GrammarError where no id ends an answer."""
+    if not eos_ids:
+        raise GrammarError("this model names no end-of-sequence id, with which an answer that follows a grammar ends")
+    wrapped = TokenizerWrapper(_Source(tokenizer, vocab_size, eos_ids[0]))
+    return LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(eos_ids))
+
+
+def definition(grammar: Grammar) -> str:
+    """The grammar in llguidance's form, not compiled. Raises GrammarError where its outer form is wrong."""
+    if len(grammar.source) > MAX_SOURCE:
+        raise GrammarError(f"the grammar has {len(grammar.source)} characters; the limit is {MAX_SOURCE}")
+    try:
+        main = _definition(grammar)
+    except ValueError as e:
+        raise GrammarError(str(e)) from e
+    return _with_preamble(main, grammar.preamble) if grammar.preamble else main
+
+
+def _definition(grammar: Grammar) -> str:
+    kind, source = grammar.kind, grammar.source
+    if kind == "json_schema":
+        options: Any = {} if grammar.whitespace else {"whitespace_flexible": False}
+        _parsed(source, (dict, bool))
+        return LLMatcher.grammar_from_json_schema(source, overrides=options)
+    if kind == "choice":
+        choices = _parsed(source, (list,))
+        if not choices or len(choices) > MAX_CHOICES or not all(isinstance(c, str) and c for c in choices):
+            raise GrammarError(f"a choice is a list of 1 to {MAX_CHOICES} strings that are not empty")
+    if kind in _TEXTUAL:
+        return grammar_from(_TEXTUAL[kind], source)  # type: ignore[arg-type]
+    if kind == "structural_tag":
+        return LLMatcher.grammar_from_lark(StructTag.to_grammar(_tags(_parsed(source, (dict,))), assume_special=False))
+    if kind == "llguidance":
+        _parsed(source, (dict,))
+        return source
+    raise GrammarError(f"grammars of the kind {kind!r} are not known; known: json_schema, structural_tag, llguidance, "
+                       + ", ".join(_TEXTUAL))
+
+
+def _parsed(source: str, types: tuple[type, ...]) -> Any:
+    try:
+        value = json.loads(source)
+    except (ValueError, RecursionError) as e:
+        raise GrammarError(f"this is not JSON: {e}") from e
+    if not isinstance(value, types):
+        raise GrammarError(f"this must be {' or '.join(t.__name__ for t in types)}, not {type(value).__name__}")
+    return value
+
+
+def _tags(tag: dict[str, Any]) -> list[StructTag]:
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if not isinstance(structures, list) or not structures or not isinstance(triggers, list):
+        raise GrammarError("a structural tag has a list `structures` of begin, schema and end, and a list `triggers`")
+    tags = []
+    for i, structure in enumerate(structures):
+        begin, end = (structure.get(k) if isinstance(structure, dict) else None for k in ("begin", "end"))
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise GrammarError(f"structures[{i}] needs the texts begin and end")
+        trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
+        if trigger is None:
+            raise GrammarError(f"structures[{i}].begin is {begin!r}; no trigger begins it")
+        schema = structure.get("schema", {})
+        schema = {"type": "object", **schema} if isinstance(schema, dict) else _parsed(str(schema), (dict,))
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
+    return tags
+
+
+def _with_preamble(main: str, rules: str) -> str:
+    """`rules` define `preamble`, which the answer begins with."""
+    parts = json.loads(main)["grammars"] if main.lstrip().startswith("{") else [{"lark_grammar": main}]
+    parts[0] = {**parts[0], "name": "answer"}
+    lark = f'start: preamble SPACE @answer\nSPACE: /[ \\t\\r\\n]*/\n{rules}'
+    return json.dumps({"grammars": [{"name": "preamble", "lark_grammar": lark}, *parts]})
+
+
+def check_grammar(grammar: Grammar, tokens: LLTokenizer | None = None) -> None:
+    """Raises GrammarError. Without `tokens`, special tokens that the grammar names go unchecked."""
+    broken = _fault(definition(grammar), tokens)
+    if broken is None:
+        return
+    if grammar.kind != "json_schema":
+        raise GrammarError(broken.strip())
+    place = _place(json.loads(grammar.source), broken)
+    raise GrammarError(f"at {place}: {broken.strip()}")
+
+
+def _fault(text: str, tokens: LLTokenizer | None = None) -> str | None:
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(text, tokens, limits=LIMITS)
+    return messages[0] if is_error else None
+
+
+def _place(schema: Any, fault: str) -> str:
+    """A JSON pointer to the innermost part of the schema that is at fault by itself, looked for from outside in."""
+    root = {k: schema[k] for k in ("$defs", "definitions", "$schema") if isinstance(schema, dict) and k in schema}
+    place, part, tries = "#", schema, 0
+    while True:
+        for path, child in _children(part):
+            tries += 1
+            if tries > MAX_PLACES:
+                return place
+            alone = child if isinstance(child, bool) else {**child, **(root if "defs" not in path else {})}
+            if _fault(LLMatcher.grammar_from_json_schema(json.dumps(alone))) == fault:
+                place, part = place + path, child
+                break
+        else:
+            return place
+
+
+def _children(schema: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a schema that are schemas."""
+    if not isinstance(schema, dict):
+        return
+    for name, value in schema.items():
+        where = f"/{_escaped(name)}"
+        if name in ("properties", "$defs", "definitions", "patternProperties") and isinstance(value, dict):
+            yield from ((f"{where}/{_escaped(k)}", v) for k, v in value.items() if isinstance(v, (dict, bool)))
+        elif name in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            yield from ((f"{where}/{i}", v) for i, v in enumerate(value) if isinstance(v, (dict, bool)))
+        elif name in ("items", "additionalProperties") and isinstance(value, (dict, bool)):
+            yield where, value
+
+
+def _escaped(name: str) -> str:
+    return str(name).replace("~", "~0").replace("/", "~1")
