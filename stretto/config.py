@@ -95,6 +95,12 @@ class ScheduleSection:
     cap_policy: Literal["full", "one_in_mixed", "budget"] = "full"
     """Draft tokens verified in a step: full width always; one token a sequence in steps that also hold a prompt chunk;
     or what the step's token budget leaves."""
+    max_sessions: int = 4096
+    """Most sessions that are open at once."""
+    session_ttl: float = 3600.0
+    """Seconds idle until a session closes, unless it was opened with its own."""
+    session_queue: int = 8
+    """Turns that may wait behind the live one of a session; a further one is refused."""
 
 
 @dataclass(frozen=True)
@@ -328,6 +334,11 @@ class _Resolution:
                   "--kv-memory": kv.kv_memory, "--kv-tokens": kv.kv_tokens, "--max-num-seqs": schedule.max_num_seqs,
                   "--max-num-batched-tokens": schedule.max_num_batched_tokens, "--chunk-size": schedule.chunk_size,
                   "--tensor-parallel-size": self.config.parallel.tensor_parallel_size}
+        least = {"--max-sessions": schedule.max_sessions, "--session-ttl": schedule.session_ttl,
+                 "--session-queue": schedule.session_queue}
+        for flag, at_least_0 in least.items():
+            if not at_least_0 >= 0:
+                self._refuse(f"{flag} {at_least_0:g}", "any start", "it must be 0 or more", f"set {flag} to 0 or more")
         for flag, value in counts.items():
             if value is not None and value < 1:
                 self._refuse(f"{flag} {value}", "any start", "it must be 1 or more", f"set {flag} to a positive number")
@@ -613,6 +624,8 @@ class _Resolution:
         self._note("overlap", schedule.overlap, overlap, "1 step in flight" if overlap else "")
         self._note("cap policy", schedule.cap_policy, schedule.cap_policy)
         self._note("prefix caching", kv.prefix_caching, prefix)
+        for name in ("max_sessions", "session_ttl", "session_queue"):
+            self._note(name, getattr(schedule, name), getattr(schedule, name))
         return mixed, overlap, prefix
 
 

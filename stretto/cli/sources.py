@@ -86,7 +86,11 @@ REFUSED: Mapping[str, str] = {
     "--dp-size": "start one server for each replica and a router in front",
     "--no-enable-chunked-prefill": "prompts are always fed in chunks; --chunk-size may be as large as a step",
     "--speculative-eagle-topk": "drafts are chains, not trees",
-    "--enable-streaming-session": "there are no sessions yet; common beginnings are shared by --prefix-caching",
+}
+
+ALWAYS: Mapping[str, str] = {
+    "--enable-chunked-prefill": "prompts are always fed in chunks",
+    "--enable-streaming-session": "sessions are always on",
 }
 
 
@@ -163,8 +167,8 @@ def translate(flag: str, value: str, notes: list[str]) -> list[Pair] | None:
     """Our flags for another engine's; None if `flag` is not one of theirs. Raises UsageError for one we do not have."""
     if flag in REFUSED:
         raise UsageError(f"{flag} is not a setting of this engine: {REFUSED[flag]}")
-    if flag == "--enable-chunked-prefill":
-        notes.append(f"{flag}: prompts are always fed in chunks")
+    if flag in ALWAYS:
+        notes.append(f"{flag}: {ALWAYS[flag]}")
         return []
     if flag == "--speculative-config":
         return _speculative_config(value, notes)

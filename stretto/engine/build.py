@@ -211,6 +211,8 @@ def host_limits(resolved: Resolved, eos: frozenset[int], drafter: HostDrafter | 
         max_slots=resolved.max_num_seqs + 1, max_model_len=resolved.max_model_len, chunk=resolved.chunk_size,
         budget=resolved.max_num_batched_tokens, cap_policy=resolved.cap_policy, mixed=resolved.mixed_chunk,
         depth=resolved.depth, width=resolved.speculation_tokens, lookahead=resolved.lookahead,
+        max_sessions=resolved.config.schedule.max_sessions, session_ttl=resolved.config.schedule.session_ttl,
+        session_queue=resolved.config.schedule.session_queue,
         prefix_cache=resolved.prefix_caching, eos_token_ids=eos, strict="PYTEST_VERSION" in os.environ, drafter=drafter,
         seeds=random.SystemRandom() if resolved.seed is None else random.Random(resolved.seed))
 

@@ -1,0 +1,374 @@
+"""Random clients of an engine, and the replay oracle: every answer equals a one-shot computation of its history.
+
+    World     what clients have asked and what they must get: plain requests, sessions, aborts, branches, rewinds
+    OneShot   the same prompt on an engine of its own: nothing shared, nothing drafted, nothing else running
+
+The world keeps its own books of every session, from what clients see alone; nothing is read from the engine but its
+outputs. `stretto soak` and the tests drive it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from stretto.engine.core import EngineCore
+from stretto.host.turn import POOL_FULL
+from stretto.params import SamplingParams
+from stretto.protocol import (
+    BranchSession,
+    CloseSession,
+    FlushCache,
+    GetSession,
+    OpenSession,
+    Output,
+    Request,
+    RequestError,
+    RewindSession,
+    SessionTurn,
+)
+
+Answer = Callable[[list[int], SamplingParams], list[int]]
+
+
+class Wrong(AssertionError):
+    """The engine did something else than it must; the message says what, and what was expected."""
+
+
+class OneShot:
+    """Answers of an engine that does one request at a time. Its prefix cache should be off."""
+
+    def __init__(self, core: EngineCore, most: int = 4096):
+        self.core, self._most = core, most
+        self._known: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
+        self._serial = 0
+
+    def __call__(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
+        key = tuple(prompt), msgspec.msgpack.encode(sampling)
+        if key not in self._known:
+            if len(self._known) >= self._most:
+                self._known.clear()
+            self._known[key] = [i for output in self.outputs(prompt, sampling) for i in output.token_ids]
+        return self._known[key]
+
+    def outputs(self, prompt: list[int], sampling: SamplingParams) -> list[Output]:
+        self._serial += 1
+        self.core.submit(Request(rid=f"once-{self._serial}", tokens=prompt, sampling=sampling, want_text=False))
+        outputs: list[Output] = []
+        while self.core.has_work:
+            outputs += self.core.step()
+        return outputs
+
+
+@dataclass(eq=False)
+class Ask:
+    """A request of a client, and what came back."""
+
+    rid: str
+    tokens: list[int]
+    sampling: SamplingParams
+    order: SessionTurn | None = None
+    prompt: list[int] = field(default_factory=list)  # once it has started
+    expected: list[int] = field(default_factory=list)
+    got: list[int] = field(default_factory=list)
+
+
+class Kept(NamedTuple):
+    """A turn that became history."""
+
+    history: list[int]
+    prompt: int
+    before: frozenset[str]  # the turns that it follows, near and far
+
+
+@dataclass(eq=False)
+class Talk:
+    """A session, as its client knows it."""
+
+    sid: str
+    used: float
+    history: list[int] = field(default_factory=list)
+    prompt: int = 0  # of the last turn
+    turns: dict[str, Kept] = field(default_factory=dict)
+    head: str | None = None  # the last turn
+    live: Ask | None = None
+    waiting: deque[Ask] = field(default_factory=deque)
+    closing: bool = False
+
+
+class World:
+    """Clients of one engine. `answer` is the oracle; `learn` is told every sequence that will come, for drafters that
+    know the answers; `same` says whether ids that differ are right all the same (rounding). Raises Wrong."""
+
+    def __init__(self, core: EngineCore, answer: Answer, learn: Callable[[list[int]], None] | None = None,
+                 same: Callable[[Ask], bool] | None = None):
+        self.core, self.limits = core, core.host.limits
+        self._answer, self._learn, self._same = answer, learn, same
+        self.asks: dict[str, Ask] = {}  # live and waiting
+        self.talks: dict[str, Talk] = {}
+        self.count: Counter[str] = Counter()
+        self._serial = 0
+
+    # ------------------------------------------------------------------------------------------------ what clients do
+    def plain(self, tokens: list[int], sampling: SamplingParams) -> str:
+        """A request without a session."""
+        ask = Ask(self._name("r"), tokens, sampling)
+        if self._refused(ask, lambda: self._too_long(tokens, tokens)):
+            return ask.rid
+        self._begin(ask, tokens)
+        return ask.rid
+
+    def turn(self, order: SessionTurn, tokens: list[int], sampling: SamplingParams) -> str:
+        """A turn of a session that is open, or that it opens."""
+        ask = Ask(self._name("t"), tokens, sampling, order)
+        source = self.talks.get(order.branch_from or "")
+        talk = self.talks.get(order.sid) or Talk(order.sid, self.now)
+        if source is not None:
+            talk = _branch(source, order.sid, len(source.history), self.now)
+        if self._refused(ask, lambda: self._turn_refused(talk, ask, source)):
+            return ask.rid
+        self.talks[order.sid] = talk
+        talk.closing |= order.final
+        talk.used = self.now
+        if talk.live is None:
+            self._begin_turn(talk, ask)
+        else:
+            self.asks[ask.rid] = ask
+            talk.waiting.append(ask)
+        return ask.rid
+
+    def abort(self, rid: str, received: int | None = None) -> None:
+        """`received`: how many of the ids that came the client has seen; None: all."""
+        ask = self.asks[rid]
+        self.count["aborts"] += 1
+        outputs = self.core.abort(rid, received)
+        if not outputs or outputs[0].rid != rid or outputs[0].finish_reason != "abort":
+            raise Wrong(f"an abort of {rid} gave {outputs}")
+        del self.asks[rid]
+        talk = self._talk_of(ask)
+        if talk is not None and talk.live is not ask:
+            talk.waiting.remove(ask)
+        elif talk is not None:
+            kept = len(ask.got) if received is None else min(received, len(ask.got))
+            assert ask.order is not None
+            if ask.order.on_disconnect == "keep" and kept:
+                self._keep(talk, ask, ask.prompt + ask.got[:kept])
+            self._after(talk)
+        self._take(outputs[1:])
+
+    def open(self, sid: str | None = None) -> str:
+        sid = sid or self._name("s")
+        self.core.manage(OpenSession(sid=sid))
+        self.talks[sid] = Talk(sid, self.now)
+        return sid
+
+    def close(self, sid: str, abort: bool = False) -> None:
+        talk = self.talks[sid]
+        _, outputs = self.core.manage(CloseSession(sid, abort))
+        for ask in [*talk.waiting, talk.live] if abort else []:
+            if ask is not None:
+                del self.asks[ask.rid]
+        if abort or talk.live is None:
+            del self.talks[sid]
+        talk.closing = True
+        if not all(output.finish_reason == "abort" for output in outputs):
+            raise Wrong(f"closing {sid} gave {outputs}")
+
+    def branch(self, sid: str, n: int) -> str:
+        child, talk = self._name("b"), self.talks[sid]
+        self.core.manage(BranchSession(sid, child, n))
+        self.talks[child] = _branch(talk, child, n, self.now)
+        return child
+
+    def rewind(self, sid: str, n: int) -> None:
+        talk = self.talks[sid]
+        self.core.manage(RewindSession(sid, n))
+        talk.history, talk.prompt, talk.used = talk.history[:n], min(talk.prompt, n), self.now
+
+    def flush(self) -> None:
+        self.core.manage(FlushCache())
+
+    def tick(self) -> None:
+        """Sessions idle for too long are gone."""
+        self.core.tick()
+        for talk in list(self.talks.values()):
+            if talk.live is None and self.now - talk.used > self.limits.session_ttl:
+                del self.talks[talk.sid]
+        self.check_sessions()
+
+    # -------------------------------------------------------------------------------------------- what the engine does
+    def step(self) -> None:
+        self._take(self.core.step())
+
+    def finish(self, most: int = 20_000) -> None:
+        """Runs everything to its end, closes every session; then no page may be held."""
+        for _ in range(most):
+            if not self.core.has_work:
+                break
+            self.step()
+        if self.asks or self.core.has_work:
+            raise Wrong(f"not idle after {most} steps: {list(self.asks)}")
+        self.check_sessions()
+        for sid in list(self.talks):
+            self.close(sid)
+        self.core.host.audit()
+        held = {name: value for name, value in self.core.host.stats()[1].items()
+                if value and name.startswith(("pages_used", "session"))}
+        if held:
+            raise Wrong(f"held with nothing running and no session open: {held}")
+
+    def check_sessions(self) -> None:
+        """The engine's sessions are those of the clients, as long and in the same state."""
+        found = {info.id: info for info in self.core.manage(GetSession())[0]}
+        if found.keys() != self.talks.keys():
+            raise Wrong(f"sessions {sorted(found)} are open; clients have {sorted(self.talks)}")
+        for sid, talk in self.talks.items():
+            state = "closing" if talk.closing else "running" if talk.live is not None else "idle"
+            seen = found[sid].state, found[sid].tokens, found[sid].waiting
+            if seen != (state, len(talk.history), len(talk.waiting)):
+                raise Wrong(f"session {sid} is {seen}; its client expects {state, len(talk.history)}")
+
+    @property
+    def now(self) -> float:
+        return self.limits.clock()
+
+    def _take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            ask = self.asks.get(output.rid)
+            if ask is None:
+                raise Wrong(f"an output came for {output.rid}, which has ended: {output}")
+            if output.finish_reason == "error":
+                self._told_late(ask, output)
+                continue
+            ask.got += output.token_ids
+            if ask.got != ask.expected[: len(ask.got)] and not self._may_differ(ask):
+                raise Wrong(f"request {ask.rid} ({ask.order}) with prompt {ask.prompt} got {ask.got}; one-shot gives"
+                            f" {ask.expected}")
+            if output.finish_reason is not None:
+                self._ended(ask, output)
+
+    def _may_differ(self, ask: Ask) -> bool:
+        return self._same is not None and self._same(ask)
+
+    def _ended(self, ask: Ask, output: Output) -> None:
+        self.count["answers"] += 1
+        if len(ask.got) != len(ask.expected) and output.stop_reason != POOL_FULL and not self._may_differ(ask):
+            raise Wrong(f"request {ask.rid} ended after {len(ask.got)} ids of {len(ask.expected)}: {output}")
+        if output.usage is None or output.usage.prompt_tokens != len(ask.prompt):
+            raise Wrong(f"request {ask.rid} has a prompt of {len(ask.prompt)} ids, its usage says {output.usage}")
+        del self.asks[ask.rid]
+        talk = self._talk_of(ask)
+        if talk is not None:
+            self._keep(talk, ask, ask.prompt + ask.got)
+            self._after(talk)
+
+    def _told_late(self, ask: Ask, output: Output) -> None:
+        """A turn that waited could not be served: it would have been refused had it not waited."""
+        talk = self._talk_of(ask)
+        if output.error_code is None or talk is None or talk.live is not ask or not ask.expected == [-1]:
+            raise Wrong(f"request {ask.rid} failed: {output.error}")
+        self.count["told late"] += 1
+        del self.asks[ask.rid]
+        self._after(talk)
+
+    # ------------------------------------------------------------------------------------------------------ the books
+    def _name(self, kind: str) -> str:
+        self._serial += 1
+        return f"{kind}{self._serial}"
+
+    def _talk_of(self, ask: Ask) -> Talk | None:
+        return self.talks[ask.order.sid] if ask.order is not None else None
+
+    def _refused(self, ask: Ask, must: Callable[[], str | None]) -> bool:
+        """Submits; the engine must refuse it with this code, or take it."""
+        code = must()
+        request = Request(rid=ask.rid, tokens=list(ask.tokens), sampling=ask.sampling, want_text=False,
+                          session=ask.order)
+        try:
+            self.core.submit(request)
+        except RequestError as e:
+            if e.code != code:
+                raise Wrong(f"{ask.rid} was refused with {e.code} ({e}); expected {code}") from e
+            self.count[f"refused: {code}"] += 1
+            return True
+        if code is not None:
+            raise Wrong(f"{ask.rid} was taken; expected {code}")
+        return False
+
+    def _turn_refused(self, talk: Talk, ask: Ask, source: Talk | None) -> str | None:
+        order = ask.order
+        assert order is not None
+        if self._too_long(ask.tokens, []):
+            return "context_length_exceeded"
+        if source is not None and source.live is not None:
+            return "session_busy"
+        if talk.closing:
+            return "session_closing"
+        if talk.live is not None:
+            full = order.on_busy == "reject" or len(talk.waiting) >= self.limits.session_queue
+            return "session_busy" if full else None
+        return self._too_long(ask.tokens, self._prompt(talk, ask))
+
+    def _too_long(self, tokens: list[int], prompt: list[int]) -> str | None:
+        limits = self.limits
+        fits = len(tokens) < min(limits.max_model_len, limits.kv_tokens)
+        fits &= len(prompt) < min(limits.max_model_len, limits.kv_tokens + 1)
+        return None if fits else "context_length_exceeded"
+
+    def _prompt(self, talk: Talk, ask: Ask) -> list[int]:
+        order = ask.order
+        assert order is not None
+        if order.mode == "tag":
+            return ask.tokens
+        history, prompt = talk.history, talk.prompt
+        if order.after is not None:
+            history, prompt, _ = talk.turns[order.after]
+        if order.replace and order.after is None:
+            history = []
+        if order.drop_previous_output:
+            history = history[:prompt]
+        return (history if order.offset is None else history[: order.offset]) + ask.tokens
+
+    def _begin_turn(self, talk: Talk, ask: Ask) -> None:
+        talk.live = ask
+        self._begin(ask, self._prompt(talk, ask))
+
+    def _begin(self, ask: Ask, prompt: list[int]) -> None:
+        self.asks[ask.rid] = ask
+        ask.prompt = prompt
+        room = min(self.limits.max_model_len, self.limits.kv_tokens + 1) - len(prompt)
+        if room <= 0:
+            ask.expected = [-1]  # it waited, and is told now
+            return
+        most = min(room, ask.sampling.max_tokens or room)
+        ask.expected = self._answer(prompt, msgspec.structs.replace(ask.sampling, max_tokens=most))
+        if self._learn is not None:
+            self._learn(prompt + ask.expected)
+
+    def _keep(self, talk: Talk, ask: Ask, history: list[int]) -> None:
+        order = ask.order
+        assert order is not None
+        before = order.after or (None if order.replace and order.mode == "append" else talk.head)
+        if order.mode == "tag" and talk.history[:1] != ask.tokens[:1]:
+            before = None
+        if order.replace:
+            talk.turns = {name: kept for name, kept in talk.turns.items()
+                          if before is not None and (name == before or before not in kept.before)}
+        line = talk.turns[before].before | {before} if before in talk.turns else frozenset()
+        talk.history, talk.prompt, talk.head = history, len(ask.prompt), ask.rid
+        talk.turns[ask.rid] = Kept(history, len(ask.prompt), line)
+
+    def _after(self, talk: Talk) -> None:
+        talk.live, talk.used = None, self.now
+        if talk.waiting:
+            self._begin_turn(talk, talk.waiting.popleft())
+        elif talk.closing:
+            del self.talks[talk.sid]
+
+
+def _branch(talk: Talk, sid: str, n: int, now: float) -> Talk:
+    return Talk(sid, now, talk.history[:n], min(talk.prompt, n), dict(talk.turns), talk.head)
