@@ -82,10 +82,10 @@ class Planner:
                 turn.usage.cached_tokens = min(turn.lease.lo, turn.job.prompt)
                 self._counters.prompt_tokens += turn.job.prompt
                 self._counters.cached_tokens += turn.usage.cached_tokens
+                self._counters.recomputed_tokens += max(0, turn.expected - turn.lease.lo)  # of a session
             self._slots.seat(turn, self._ledger.seam(turn.lease))
             claims = [a + b for a, b in zip(claims, self._claim(turn))]
 
-                self._counters.recomputed_tokens += max(0, turn.expected - turn.lease.lo)  # of a session
     def _may_look(self, turn: Turn) -> bool:
         """A head that found no room looks again when a turn has ended, or the pages that it lacked have come back:
         a prefix match costs as much as the prompt is long."""
