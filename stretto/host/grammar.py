@@ -83,11 +83,10 @@ class GrammarState:
         """Why nothing can follow, where nothing can."""
         if reason := _TOO_COMPLEX.get(self.matcher.stop_reason()):
             return GrammarError(f"the grammar exceeds the limits of {reason} at this point of the answer: simplify it")
-        if self.matcher.is_error():
-            return GrammarError(f"the grammar fails: {self.matcher.get_error()}")
-        if is_dead_end(self.matcher):
+        fault = self.matcher.get_error().partition("\n")[0]
+        if fault.startswith("NoExtension") or (not fault and is_dead_end(self.matcher)):
             return GrammarError("the grammar leaves no token that could continue, or end, the answer here")
-        return None
+        return GrammarError(f"the grammar fails here: {fault}") if fault else None
 
 
 class Grammars:

@@ -17,7 +17,7 @@ from stretto.device.streams import make_device
 from stretto.engine.core import EngineCore
 from stretto.host.grammar import Grammars
 from stretto.host.half import HostHalf
-from stretto.host.limits import HostLimits
+from stretto.host.limits import HostDrafter, HostLimits
 from stretto.model.api import CausalModel
 from stretto.model.load import load_model
 from stretto.params import SamplingParams
@@ -85,6 +85,7 @@ class Oracle:
 
 def make_core(model: CausalModel, *, page_size: int = 16, pool_tokens: int = 4096, overlap: bool = True,
               drafter: Drafter | None = None, slots: int = 9, text=None, grammars: Grammars | None = None,
+              host_drafter: HostDrafter | None = None, host_width: int = 4,
               poison: bool = False,
               window_pages: int | None = None, **limits) -> EngineCore:
     """An engine whose pool holds `pool_tokens` in every group. Freed pages are unreadable where `poison` is set."""
@@ -94,9 +95,9 @@ def make_core(model: CausalModel, *, page_size: int = 16, pool_tokens: int = 409
     kv = KVCache(model.layers, groups, pages, page_size, model.dtype, model.device)
     context = min(CONTEXT, model.max_position)
     table = SlotTable(slots, context, page_size, len(groups), model.device)
-    width = drafter.caps.max_width if drafter else 0
+    width = drafter.caps.max_width if drafter else host_width if host_drafter else 0
     host = HostLimits(page_size=page_size, pages=pages, windows=tuple(g.window for g in groups), max_slots=slots,
-                      max_model_len=context, width=width, depth=int(overlap), poison=poison,
+                      max_model_len=context, width=width, depth=int(overlap), poison=poison, drafter=host_drafter,
                       lookahead=drafter.caps.lookahead if drafter else 0, **{"seeds": random.Random(0)} | limits)
     runner = Runner(model, TorchRagged(), kv, table, drafter)
     info = EngineInfo(model_name="tiny", vocab_size=model.vocab_size, max_model_len=context, max_num_seqs=slots - 1,

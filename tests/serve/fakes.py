@@ -58,6 +58,7 @@ class ByteTokenizer:
     """One token per UTF-8 byte, five special tokens, a ChatML template."""
 
     bos_token_id, eos_token_id, pad_token_id = BOS, EOS, PAD
+    special_ids = frozenset(SPECIAL)
     chat_template = TEMPLATE
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
