@@ -14,6 +14,8 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from multiprocessing import get_context
 
 import torch
 
@@ -24,9 +26,6 @@ SHAPES = {  # outputs, inputs, gated
     "8b down": (4096, 14336, False), "8b head": (128256, 4096, False),
     "0.6b qkv": (4096, 1024, False), "0.6b o": (1024, 2048, False), "0.6b gate_up": (3072, 1024, True),
     "0.6b down": (1024, 3072, False), "0.6b head": (151936, 1024, False)}
-
-
-ARRIVALS = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
 
 
 def one_row_blocks() -> list[Blocks]:
@@ -51,6 +50,11 @@ def all_blocks() -> Iterator[tuple[int, bool, Blocks]]:
             yield from ((m, gated, b) for b in few_rows_blocks(m, gated))
 
 
+@cache
+def arrivals() -> torch.Tensor:
+    return torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
+
+
 def compile_one(task: tuple[int, bool, Blocks]) -> str | None:
     m, gated, blocks = task
     x = torch.zeros(m, blocks.columns * 4 * blocks.split, dtype=torch.bfloat16, device="cuda")
@@ -68,7 +72,7 @@ def launch(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: Blocks, 
     if len(x) == 1:
         launch_one_row(x, w, out, blocks, True, gated=gated)
     else:
-        launch_few_rows(x, w, out, blocks, True, ARRIVALS, gated=gated)
+        launch_few_rows(x, w, out, blocks, True, arrivals(), gated=gated)
 
 
 def graph_time(run: Callable[[], None], replays: int = 4) -> float:
@@ -97,6 +101,11 @@ def torch_product(x: torch.Tensor, w: torch.Tensor, gated: bool) -> torch.Tensor
     return y
 
 
+def over(ws: list[torch.Tensor], product: Callable[..., object]) -> None:
+    for w in ws:
+        product(w=w)
+
+
 def measure(name: str, rows: list[int]) -> dict:
     n, k, gated = SHAPES[name]
     gigabytes = n * (1 + gated) * k * 2 / 1e9
@@ -107,7 +116,7 @@ def measure(name: str, rows: list[int]) -> dict:
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
         want = torch_product(x, ws[0], gated).float()
-        base = graph_time(lambda: [torch_product(x, w, gated) for w in ws]) / len(ws) * 1e3
+        base = graph_time(partial(over, ws, partial(torch_product, x, gated=gated))) / len(ws) * 1e3
         found = []
         for blocks in one_row_blocks() if m == 1 else few_rows_blocks(max(16, m), gated):
             if n % blocks.outputs or k % (blocks.columns * blocks.split):
@@ -119,7 +128,8 @@ def measure(name: str, rows: list[int]) -> dict:
                 if not error < 1e-2:
                     print("WRONG", name, m, blocks, error)
                     continue
-                found.append((graph_time(lambda: [launch(x, w, out, blocks, gated) for w in ws]) / len(ws) * 1e3, blocks))
+                product = partial(launch, x, out=out, blocks=blocks, gated=gated)
+                found.append((graph_time(partial(over, ws, product)) / len(ws) * 1e3, blocks))
             except Exception as e:
                 if "shared memory" not in str(e) and "out of resource" not in str(e):
                     print("FAILED", name, m, blocks, str(e)[:200])
@@ -137,7 +147,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--json")
     args = parser.parse_args()
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, 14)) as pool:
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 14), get_context("spawn")) as pool:
         failures = [f for f in pool.map(compile_one, all_blocks()) if f]
     print(len(failures), "candidates do not run:", set(failures))
     results = {name: measure(name, args.rows) for name in args.shapes}
@@ -147,7 +157,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import multiprocessing
-
-    multiprocessing.set_start_method("spawn")
     main()

@@ -313,10 +313,13 @@ def attend_kernel(q, k_cache, v_cache, tables, items, counts, arrivals, cu_q, ou
     Of n items, program p takes item p without asking; where there are more, the others are claimed. Every program
     claims until it fails once, which makes n claims in all: the claim that returns n - 1 is the last, and sets the
     counter back for the next layer. The few-token launch also clears the padding, and with PDL it runs beside the
-    launch of the chunks and ends after it."""
+    launch of the chunks and ends after it: it starts when every program of the chunks has waited for all that came
+    before, and lets the launch after it fetch weights while it runs."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
-    if PDL and KIND == 0:
+    if PDL:
+        if KIND == 0:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.load(counts + KIND) * HEADS_KV
     claim = pid

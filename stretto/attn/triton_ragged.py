@@ -146,4 +146,4 @@ class TritonRagged:
             KEYS=tile.keys, STAGES=tile.stages, WORDS=ITEM_WORDS, PDL=overlap,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             UPCAST=INTERPRETED and q.dtype == torch.bfloat16, num_warps=tile.warps, maxnreg=tile.registers,
-            **({"launch_pdl": kind == 1} if overlap else {}))
+            **({"launch_pdl": True} if overlap else {}))

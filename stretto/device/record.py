@@ -26,6 +26,16 @@ class StepOutput:
 def pack_rows(step: RaggedStep, rows: torch.Tensor, outcome: Commit, offered: torch.Tensor, offer_width: torch.Tensor,
               wants: torch.Tensor) -> torch.Tensor:
     """[R, row words]. rows [R, 3] as planned; offered [R, K] int64; offer_width [R]; wants [R]: LOGPROBS + 1."""
+    if rows.is_cuda:
+        from stretto.ops.triton_step import launch_pack
+
+        return launch_pack(step, rows, outcome, offered, offer_width, wants)
+    return pack_rows_reference(step, rows, outcome, offered, offer_width, wants)
+
+
+def pack_rows_reference(step: RaggedStep, rows: torch.Tensor, outcome: Commit, offered: torch.Tensor,
+                        offer_width: torch.Tensor, wants: torch.Tensor) -> torch.Tensor:
+    """`pack_rows` in torch's operations."""
     epoch = torch.where(outcome.live, rows[:, 1], -1)
     verified = (step.n_out - 1).clamp(min=0)
     flags = outcome.done.to(torch.int32) | (wants << 1)

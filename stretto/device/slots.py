@@ -142,7 +142,12 @@ class SlotTable:
 
     # ------------------------------------------------------------------------------------------------ after verify
     def commit(self, slots: torch.Tensor, outcome: Commit) -> None:
-        """Writes what a step proved. `slots` [R] int64; slots of padded rows are 0."""
+        """Writes what a step proved. `slots` [R] int64; slots of padded rows are 0. One launch on CUDA."""
+        if slots.is_cuda:
+            from stretto.ops.triton_step import launch_commit
+
+            launch_commit(slots, outcome, self.ints, self.log)
+            return
         width = outcome.ids.shape[1]
         offsets = torch.arange(width, device=self.device)
         emitted = offsets < outcome.n_new[:, None]

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
+from stretto.attn.api import Attend
 from stretto.model.config import ConfigError, RopeConfig
 from stretto.model.matrix import best_matrix
 from stretto.model.weights import Weights
+from stretto.ops.attend import StepAttention
+from stretto.ops.layer import GATES as ACTIVATIONS
+from stretto.ops.layer import HeadWeights, Rope, gate, rms_norm, rotate
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +27,20 @@ logger = logging.getLogger(__name__)
 class Linear:
     """y = x W^T + b over one or several matrices of a checkpoint, fused by rows."""
 
-    def __init__(self, w: Weights, parts: list[tuple[str, int]], inputs: int, bias: bool = False):
+    def __init__(self, w: Weights, parts: list[tuple[str, int]], inputs: int, bias: bool = False,
+                 order: torch.Tensor | None = None):
+        """`order` [rows] says which row of the checkpoint comes at each place; None: as they are."""
+        self._order = order
         weight = w.stack([(f"{name}.weight", rows) for name, rows in parts], inputs)
         self._parameters = weight, w.stack([(f"{name}.bias", rows) for name, rows in parts]) if bias else None
         w.then(self._settle)
 
     def _settle(self) -> None:
+        if self._order is not None:
+            order = self._order.to(self._parameters[0].device)
+            self._parameters = tuple(None if p is None else p[order] for p in self._parameters)
         self._matrix = best_matrix(*self._parameters)
-        del self._parameters
+        del self._parameters, self._order
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, inputs] -> [T, rows]."""
@@ -40,6 +49,14 @@ class Linear:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual += self(x), in place; returns it."""
         return self._matrix.add_to(residual, x)
+
+    def normed(self, x: torch.Tensor, norm: RMSNorm, act: str | None = None) -> torch.Tensor:
+        """self(norm(x)), in fewer launches; with `act`, the gated halves of it, [T, rows / 2]."""
+        return self._matrix.normed(x, norm.weight, norm.eps, act)
+
+    def gated(self, x: torch.Tensor, act: str) -> torch.Tensor:
+        """x [T, inputs] -> act(first half) * second half, [T, rows / 2]."""
+        return gate(self._matrix(x), act)
 
 
 class RMSNorm:
@@ -50,7 +67,21 @@ class RMSNorm:
         self.shape, self.eps = (size,), eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+class OffsetNorm(RMSNorm):
+    """RMSNorm by 1 + weight, all of it in float32."""
+
+    def __init__(self, w: Weights, name: str, size: int, eps: float):
+        super().__init__(w, name, size, eps)
+        w.then(self._add_one)
+
+    def _add_one(self) -> None:
+        self.weight = 1 + self.weight.float()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x.float()).to(x.dtype)
 
 
 class HeadNorm:
@@ -64,9 +95,21 @@ class HeadNorm:
 
     def _spread(self, index: torch.Tensor) -> None:
         self.weight = self._both.view(2, -1)[index]  # [H + Hkv, D]
+        self.each = HeadWeights(*self._both.view(2, -1).unbind(0), self.eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.shape, None, self.eps).mul_(self.weight)
+
+
+class OffsetHeadNorm(HeadNorm):
+    """HeadNorm by 1 + weight, all of it in float32."""
+
+    def _spread(self, index: torch.Tensor) -> None:
+        self._both = 1 + self._both.float()
+        super()._spread(index)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x.float()).to(x.dtype)
 
 
 class Rotary:
@@ -76,21 +119,35 @@ class Rotary:
     depends on its position alone, never on how long a sequence has become: cells of the KV cache stay valid for ever.
     """
 
-    def __init__(self, rope: RopeConfig, head_dim: int, positions: int, device: torch.device):
-        if rope.dim != head_dim:
+    def __init__(self, rope: RopeConfig, head_dim: int, positions: int, device: torch.device, ordered: bool = False):
+        """`ordered`: the model has put the features of its heads in the order of `decoder.feature_order`, so that a
+        part of them may be rotated: the other pairs stand still."""
+        if rope.dim != head_dim and not ordered:
             raise ConfigError(f"the config rotates {rope.dim} of {head_dim} features of a head; this model rotates all")
-        self.table = rope_table(rope, positions).to(device)
+        still = (head_dim - rope.dim) // 2
+        cos, sin = rope_table(rope, positions).chunk(2, dim=-1)
+        self.table = torch.cat((F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))), dim=-1).to(device)
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [T] -> cos and signed sin, each [T, 1, D] float32, for `rotate`."""
+    def at(self, positions: torch.Tensor) -> Rope:
+        """positions [T] -> what `rotate` needs: cos and signed sin, or table and positions (`ops.layer.Rope`)."""
+        if positions.is_cuda:
+            return self.table, positions
         cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """x [T, H, D], rotated: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), in float32, rounded once."""
-    cos, sin = rope
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+def attend_heads(attend: Attend, layer: int, qkv: torch.Tensor, n_heads: int, rope: Rope,
+                 head_norm: HeadNorm | None) -> torch.Tensor:
+    """qkv [T, H + 2 Hkv, D] as projected: norms and rotates q and k, then attends. Returns [T, H, D]. On CUDA norm,
+    rotation and the write of keys and values are one launch."""
+    if qkv.is_cuda and isinstance(attend, StepAttention):
+        return attend.projected(layer, qkv, n_heads, rope, head_norm.each if head_norm is not None else None)
+    rotated = (qkv.shape[1] + n_heads) // 2
+    qk, v = qkv[:, :rotated], qkv[:, rotated:]
+    if head_norm is not None:
+        qk = head_norm(qk)
+    qk = rotate(qk, rope)
+    return attend(layer, qk[:, :n_heads], qk[:, n_heads:], v)
 
 
 def rope_table(rope: RopeConfig, positions: int) -> torch.Tensor:
@@ -175,34 +232,31 @@ def rope_attention_factor(rope: RopeConfig) -> float:
     return temperature(1.0)
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu, "swish": F.silu, "gelu": F.gelu, "relu": F.relu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-}
-
-
 class GatedMLP:
     """down(act(gate(x)) * up(x)) (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, w: Weights, name: str, hidden: int, inner: int, act: str, bias: bool = False):
+    def __init__(self, w: Weights, name: str, hidden: int, inner: int, act: str, bias: bool = False,
+                 fused: bool = False):
+        """`fused`: the checkpoint holds gate and up as one matrix."""
         if act not in ACTIVATIONS:
             raise ConfigError(f"hidden_act {act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-        self.gate_up = Linear(w, [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)], hidden, bias)
+        parts = [(f"{name}.gate_up_proj", 2 * inner)] if fused else [(f"{name}.gate_proj", inner),
+                                                                     (f"{name}.up_proj", inner)]
+        self.gate_up = Linear(w, parts, hidden, bias)
         self.down = Linear(w, [(f"{name}.down_proj", hidden)], inner, bias)
-        self._act = ACTIVATIONS[act]
+        self._act = act
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        return self.down(self._inner(x))
+        return self.down(self.gate_up.gated(x, self._act))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual += self(x), in place; returns it."""
-        return self.down.add_to(residual, self._inner(x))
+        return self.down.add_to(residual, self.gate_up.gated(x, self._act))
 
-    def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self._act(gate).mul_(up)
+    def add_normed(self, residual: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """residual += self(norm(residual)), in place; returns it."""
+        return self.down.add_to(residual, self.gate_up.normed(residual, norm, self._act))
 
 
 class Embedding:
@@ -240,4 +294,4 @@ class Head:
         del self.weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._matrix(hidden).float()
+        return self._matrix.logits(hidden)

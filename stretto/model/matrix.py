@@ -1,4 +1,5 @@
-"""A weight matrix and how it is multiplied: as torch does, or on CPUs in oneDNN's own layout, packed once at load.
+"""A weight matrix and how it is multiplied: as torch does; on CPUs in oneDNN's own layout, packed once at load; on GPUs
+by our own kernels where few rows come (`ops.skinny`), with what stands before and after fused into one launch.
 
 Packing has two gains. Speed: a few rows (a decoded token, a verify window) cost 1.2 to 2.5 times less than with torch's
 plain layout, which is packed anew at each multiplication. And with one exception a row's result does not depend on how
@@ -12,6 +13,10 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+
+from stretto.ops.launch import overlaps
+from stretto.ops.layer import gate, rms_norm
+from stretto.ops.skinny import few_rows_blocks, fits, one_row_blocks
 
 _ROWS = 16  # the layout is chosen for this many rows; it serves 1 to thousands about as well
 
@@ -27,6 +32,14 @@ class Matrix(Protocol):
         """residual [T, outputs] += self(x), in place; returns it."""
         ...
 
+    def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float, act: str | None = None) -> torch.Tensor:
+        """self(RMSNorm of x); with `act`, the two halves of that gated: act(first) * second, [T, outputs / 2]."""
+        ...
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """As self(x), in float32."""
+        ...
+
 
 class PlainMatrix:
     """torch's own multiplication."""
@@ -37,9 +50,80 @@ class PlainMatrix:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias)
 
+    def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float, act: str | None = None) -> torch.Tensor:
+        y = self(rms_norm(x, norm, eps))
+        return y if act is None else gate(y, act)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).float()
+
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         residual.addmm_(x, self._transposed)
         return residual if self._bias is None else residual.add_(self._bias)
+
+
+class CudaMatrix(PlainMatrix):
+    """torch's multiplication for many rows, our own kernels for one row and for few. 16-bit weights, as they are."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
+        super().__init__(weight, bias)
+        self._pdl = overlaps(weight.device)
+        self._arrivals = torch.zeros(-(-weight.shape[0] // 16), dtype=torch.int32, device=weight.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape[0], self._weight.shape[0], dtype=x.dtype, device=x.device)
+        return out if self._few(x, out) else super().__call__(x)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return residual if self._few(x, residual, add=True) else super().add_to(residual, x)
+
+    def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float, act: str | None = None) -> torch.Tensor:
+        gated = act in ("silu", "swish")
+        if act is not None and not gated:
+            return super().normed(x, norm, eps, act)
+        out = torch.empty(x.shape[0], self._weight.shape[0] // (1 + gated), dtype=x.dtype, device=x.device)
+        if self._one(x, out, norm, eps, gated):
+            return out
+        x = rms_norm(x, norm, eps)
+        if self._few(x, out, gated=gated):
+            return out
+        y = super().__call__(x)
+        return y if act is None else gate(y, act)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The float32 sums themselves: rounding them would make ties."""
+        out = torch.empty(x.shape[0], self._weight.shape[0], dtype=torch.float32, device=x.device)
+        if self._few(x, out):
+            return out
+        torch.mm(x, self._transposed, out_dtype=torch.float32, out=out)
+        return out if self._bias is None else out.add_(self._bias)
+
+    def _one(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.0,
+             gated: bool = False, add: bool = False) -> bool:
+        """One row into `out`; False where no kernel of ours fits."""
+        blocks = one_row_blocks(out.shape[1], x.shape[1]) if x.shape[0] == 1 and _plain(x, out) else None
+        if blocks is None:
+            return False
+        from stretto.ops.triton_skinny import launch_one_row
+
+        launch_one_row(x, self._weight, out, blocks, self._pdl, norm, eps, self._bias, gated, add)
+        return True
+
+    def _few(self, x: torch.Tensor, out: torch.Tensor, gated: bool = False, add: bool = False) -> bool:
+        """One or few rows into `out`; False where no kernel of ours fits or is faster."""
+        if x.shape[0] <= 1:
+            return x.shape[0] == 0 or self._one(x, out, gated=gated, add=add)
+        blocks = few_rows_blocks(x.shape[0], out.shape[1], x.shape[1], gated) if _plain(x, out) else None
+        if blocks is None:
+            return False
+        from stretto.ops.triton_skinny import launch_few_rows
+
+        launch_few_rows(x, self._weight, out, blocks, self._pdl, self._arrivals, self._bias, gated, add)
+        return True
+
+
+def _plain(x: torch.Tensor, out: torch.Tensor) -> bool:
+    return x.stride(1) == 1 and out.is_contiguous()
 
 
 class PackedMatrix:
@@ -59,12 +143,21 @@ class PackedMatrix:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return residual.add_(self(x))
 
+    def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float, act: str | None = None) -> torch.Tensor:
+        y = self(rms_norm(x, norm, eps))
+        return y if act is None else gate(y, act)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).float()
+
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
 
 def best_matrix(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Matrix:
     """The fastest form of a filled weight on its device."""
+    if fits(weight):
+        return CudaMatrix(weight, bias)
     return PackedMatrix(weight, bias) if _packable(weight) else PlainMatrix(weight, bias)
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from stretto.attn.api import AttentionBackend, GroupSpec, LayerSpec
+from stretto.ops.layer import HeadWeights, Rope, rotate_and_write
 from stretto.ragged import RaggedStep
 
 
@@ -27,19 +28,35 @@ class KVTensors(Protocol):
 
 
 class StepAttention:
-    """`attn.api.Attend` for one step. Metadata is made once for each group, when its first layer comes."""
+    """`attn.api.Attend` for one step."""
 
     def __init__(self, step: RaggedStep, layers: Sequence[LayerSpec], kv: KVTensors, backend: AttentionBackend):
         self.step, self.layers, self.kv, self.backend = step, layers, kv, backend
         self.meta: dict[int, object] = {}
         self.calls = 0
 
+    @property
+    def tokens(self) -> torch.Tensor:
+        """How many of the packed tokens are no padding, a scalar on the device."""
+        return self.step.cu_q[-1]
+
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                  sinks: torch.Tensor | None = None) -> torch.Tensor:
+        self.kv.write(layer, self.step.cells[self.kv.group_of[layer]], k, v)
+        return self._attend(layer, q, sinks)
+
+    def projected(self, layer: int, qkv: torch.Tensor, n_heads: int, rope: Rope, norm: HeadWeights | None,
+                  sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """On CUDA: qkv [T, H + 2 Hkv, D] as projected. Normed, rotated and written in one launch, then as a call."""
+        cells = self.step.cells[self.kv.group_of[layer]]
+        q = rotate_and_write(qkv, n_heads, rope, norm, self.kv.k[layer], self.kv.v[layer], cells)
+        return self._attend(layer, q, sinks)
+
+    def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Metadata is made once for each group, when its first layer comes."""
         group = self.kv.group_of[layer]
         if group not in self.meta:
             self.meta[group] = self.backend.metadata(self.step, group, self.layers[layer])
-        self.kv.write(layer, self.step.cells[group], k, v)
         self.calls += 1
         return self.backend.attend(self.layers[layer], q, self.kv.k[layer], self.kv.v[layer], self.step, group,
                                    self.meta[group], sinks)

@@ -45,7 +45,17 @@ def bind(rows: torch.Tensor, ints: torch.Tensor, log: torch.Tensor, page_tables:
     """rows [R, 3]; the table's `ints` [N_INT, S], `log` [S, C], page tables [S, pages] a group.
 
     `n_tokens` and `n_logits` are the sizes of the bucket. None: as many as there are, which reads two lengths on the
-    host and so is for devices whose memory is the host's."""
+    host and so is for devices whose memory is the host's. On CUDA these are two launches."""
+    if rows.is_cuda and n_tokens is not None and n_logits is not None:
+        from stretto.ops.triton_step import launch_bind
+
+        return launch_bind(rows, ints, log, page_tables, page_size, n_tokens, n_logits)
+    return bind_reference(rows, ints, log, page_tables, page_size, n_tokens, n_logits)
+
+
+def bind_reference(rows: torch.Tensor, ints: torch.Tensor, log: torch.Tensor, page_tables: tuple[torch.Tensor, ...],
+                   page_size: int, n_tokens: int | None = None, n_logits: int | None = None) -> RaggedStep:
+    """`bind` in torch's operations."""
     slots, base, q, n_out = row_lengths(rows, ints)
     cu_q, cu_out = _scan(q), _scan(n_out)
     n_tokens = int(cu_q[-1]) if n_tokens is None else n_tokens

@@ -33,7 +33,18 @@ class Commit:
 
 def judge(step: RaggedStep, sampled: torch.Tensor, ints: torch.Tensor, log: torch.Tensor, stops: torch.Tensor,
           width: int) -> Commit:
-    """sampled [L] int64, aligned with the step's logit rows; `width` is at least the largest n_out of the step."""
+    """sampled [L] int64, aligned with the step's logit rows; `width` is at least the largest n_out of the step. One
+    launch on CUDA."""
+    if sampled.is_cuda and len(sampled):
+        from stretto.ops.triton_step import launch_judge
+
+        return launch_judge(step, sampled, ints, log, stops, width)
+    return judge_reference(step, sampled, ints, log, stops, width)
+
+
+def judge_reference(step: RaggedStep, sampled: torch.Tensor, ints: torch.Tensor, log: torch.Tensor,
+                    stops: torch.Tensor, width: int) -> Commit:
+    """`judge` in torch's operations."""
     device, slots = sampled.device, step.slots
     column = ints[:, slots]
     known, n_out = column[Int.KNOWN], step.n_out

@@ -1,9 +1,8 @@
 """Triton kernels behind `skinny.py`: a weight matrix times a few rows. Imported only where they are going to run.
 
-Such a product only streams the weights, so what counts is that memory is never idle: each program reads whole rows of W,
-and while the launch before still runs, it already asks the second-level cache for its first part of them (weights
-depend on nothing; programmatic dependent launch). The sum of an output is made in one order, whatever
-the batch.
+Such a product only streams the weights, so what counts is that memory is never idle: while the launch before still
+runs, each program already asks the second-level cache for the first part of its weights, which depend on nothing
+(programmatic dependent launch). The sum of an output is made in one order, whatever the batch.
 
     launch n      |######## programs ########|
     launch n + 1                     |prefetch| wait |######## programs ########|

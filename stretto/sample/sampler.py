@@ -21,6 +21,10 @@ def _keys(where: Positions) -> torch.Tensor:
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """[L, V] -> [L] int64."""
+    if logits.is_cuda:
+        from stretto.ops.triton_step import launch_argmax
+
+        return launch_argmax(logits)
     return logits.argmax(-1)
 
 

@@ -6,15 +6,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from stretto.attn.api import Attend, LayerSpec
 from stretto.model.config import ModelConfig
-from stretto.model.families.llama import Style
 from stretto.model.layers import GatedMLP, HeadNorm, Linear, RMSNorm, Rotary, attend_heads
 from stretto.model.weights import Weights
 from stretto.ops.layer import Rope
 from stretto.spec.context import DrafterContext
+
+
+@dataclass(frozen=True)
+class LayerStyle:
+    """What sets the families of draft layers apart."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_norm: bool = False  # RMSNorm of each q and k head before the rotation
 
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
@@ -35,19 +46,20 @@ def kv_groups(config: ModelConfig) -> tuple[tuple[int | None, int], ...]:
     return tuple((window, each * config.windows.count(window)) for window in dict.fromkeys(config.windows))
 
 
-def style_of(config: ModelConfig) -> Style:
+def style_of(config: ModelConfig) -> LayerStyle:
     """What the layers of the family that the config names look like."""
     if config.architecture == "Qwen3ForCausalLM":
-        return Style(config.attention_bias, config.attention_bias, head_norm=True)
+        return LayerStyle(config.attention_bias, config.attention_bias, head_norm=True)
     if config.architecture == "Qwen2ForCausalLM":
-        return Style(qkv_bias=True)
-    return Style(config.attention_bias, config.attention_bias, config.mlp_bias)
+        return LayerStyle(qkv_bias=True)
+    return LayerStyle(config.attention_bias, config.attention_bias, config.mlp_bias)
 
 
 class DraftLayer:
     """`name` is its prefix in the checkpoint; `inputs` the width of x (None: the hidden size)."""
 
-    def __init__(self, config: ModelConfig, w: Weights, name: str, index: int, style: Style, inputs: int | None = None):
+    def __init__(self, config: ModelConfig, w: Weights, name: str, index: int, style: LayerStyle,
+                 inputs: int | None = None):
         c, attn = config, f"{name}.self_attn"
         q_size, kv_size = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
         self.index, self.n_heads, self.n_kv_heads, self.head_dim = index, c.n_heads, c.n_kv_heads, c.head_dim

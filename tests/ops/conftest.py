@@ -1,5 +1,5 @@
-"""Where there is no CUDA device, Triton's kernels run in its interpreter. That is decided when Triton is imported, so it
-must be said before any test module can import it."""
+"""Where there is no CUDA device, Triton's kernels run in its interpreter. That is decided when Triton is imported, so
+it must be said before any test module can import it."""
 
 import os
 

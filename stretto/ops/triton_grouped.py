@@ -1,0 +1,87 @@
+"""The Triton kernel behind `grouped.grouped_linear`. Imported only where it is going to run.
+
+The grid is sized by what is known on the host: N places make at most N / BM + E blocks. Each program finds its expert
+from the bounds; blocks that no expert needs return at once. A sum over the inputs is made in one order, whatever the
+batch, by one program.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+
+@triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """Triton's interpreter multiplies bfloat16 as integers: there the operands are widened."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _block(bounds, block, n_experts, BM: tl.constexpr, EXPERTS: tl.constexpr):
+    """(expert, first place, end of the expert's places) of a block; expert = n_experts where there is none."""
+    e = tl.arange(0, EXPERTS)
+    start = tl.load(bounds + e, mask=e < n_experts, other=0)
+    end = tl.load(bounds + e + 1, mask=e < n_experts, other=0)
+    blocks = (end - start + BM - 1) // BM
+    until = tl.cumsum(blocks, 0)
+    expert = tl.sum(((until <= block) & (e < n_experts)).to(tl.int32), 0)
+    mine = e == expert
+    first = tl.sum(tl.where(mine, start + (block - (until - blocks)) * BM, 0), 0)
+    return expert, first, tl.sum(tl.where(mine, end, 0), 0)
+
+
+@triton.jit(do_not_specialize=["n_experts"])
+def grouped_kernel(x, weight, bias, bounds, rows_in, rows_out, out, n_experts, n, inputs, x_stride, BM: tl.constexpr,
+                   BN: tl.constexpr, BK: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr,
+                   PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """One program: BM places of one expert times BN outputs."""
+    expert, first, end = _block(bounds, tl.program_id(1), n_experts, BM, EXPERTS)
+    if expert < n_experts:
+        places = first + tl.arange(0, BM)
+        real = places < end
+        source = tl.load(rows_in + places, mask=real, other=0)
+        columns = tl.program_id(0) * BN + tl.arange(0, BN)
+        k = tl.arange(0, BK)
+        x_at = x + source[:, None] * x_stride + k[None, :]
+        w_at = weight + expert.to(tl.int64) * n * inputs + columns.to(tl.int64)[None, :] * inputs + k[:, None]
+        inside = (columns < n)[None, :]
+        acc = tl.zeros((BM, BN), tl.float32)
+        for start in range(0, inputs, BK):
+            left = k < inputs - start
+            a = tl.load(x_at + start, mask=real[:, None] & left[None, :], other=0.0)
+            b = tl.load(w_at + start, mask=left[:, None] & inside, other=0.0)
+            acc = _dot(a, b, acc, PRECISION, UPCAST)
+        if BIAS:
+            acc += tl.load(bias + expert * n + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
+        target = tl.load(rows_out + places, mask=real, other=0)
+        tl.store(out + target[:, None] * n + columns[None, :], acc.to(out.dtype.element_ty), mask=real[:, None] & inside)
+
+
+INTERPRETED = isinstance(grouped_kernel, InterpretedFunction)
+
+
+def launch_grouped(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, bounds: torch.Tensor,
+                   rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Arguments as `grouped_linear`. ValueError for tensors that are not contiguous."""
+    if not (weight.is_contiguous() and out.is_contiguous() and x.stride(1) == 1):
+        raise ValueError(f"weights and output must be contiguous, rows of x too; strides are {weight.stride()}, "
+                         f"{out.stride()} and {x.stride()}: call contiguous()")
+    n_experts, n, inputs = weight.shape
+    places = len(rows_in)
+    bm = min(max(16, triton.next_power_of_2(-(-places // n_experts))), 128)
+    bn, bk = (64, 32) if x.dtype is torch.float32 else (128, 64)
+    blocks = min(-(-places // bm) + n_experts, places)  # every block but one an expert is full, and none is empty
+    if blocks == 0:
+        return out
+    grouped_kernel[(triton.cdiv(n, bn), blocks)](
+        x, weight, x if bias is None else bias, bounds, rows_in, rows_out, out, n_experts, n, inputs, x.stride(0),
+        BM=bm, BN=bn, BK=bk, EXPERTS=triton.next_power_of_2(n_experts), BIAS=bias is not None,
+        PRECISION="ieee" if x.dtype is torch.float32 else "tf32", UPCAST=INTERPRETED and x.dtype is torch.bfloat16,
+        num_warps=4 if bm <= 64 else 8, num_stages=3)
+    return out
