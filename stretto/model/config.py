@@ -41,6 +41,10 @@ ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _ROPE_NEEDS = {"linear": ("factor",), "dynamic": ("factor",), "yarn": (), "default": (),
                "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
 
+_GEMMA: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True,
+                          "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+_GLM: dict[str, Any] = {"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
+                        "rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5}
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
@@ -48,9 +52,32 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
                          "max_window_layers": 28, "head_dim": 128},
     "MistralForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "MiMoForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "use_sliding_window": False},
+    "Gemma2ForCausalLM": _GEMMA | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+                                   "final_logit_softcapping": 30.0},
+    "Gemma3ForCausalLM": _GEMMA | {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    "Olmo2ForCausalLM": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    "Phi3ForCausalLM": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "GlmForCausalLM": _GLM, "Glm4ForCausalLM": _GLM,
+    "MixtralForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+                           "rope_theta": 1e6, "num_experts_per_tok": 2, "num_local_experts": 8},
+    "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096,
+                            "max_window_layers": 28, "moe_intermediate_size": 768, "num_experts_per_tok": 8,
+                            "norm_topk_prob": False, "decoder_sparse_step": 1},
+    "GptOssForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64,
+                          "sliding_window": 128, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_bias": True,
+                          "num_experts_per_tok": 4, "num_local_experts": 128, "swiglu_alpha": 1.702,
+                          "swiglu_limit": 7.0},
 }
 _BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-                  "mistral": "MistralForCausalLM"}
+                  "mistral": "MistralForCausalLM", "mimo": "MiMoForCausalLM", "gemma2": "Gemma2ForCausalLM",
+                  "gemma3_text": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "phi3": "Phi3ForCausalLM",
+                  "glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM", "mixtral": "MixtralForCausalLM",
+                  "qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM"}
+
+_WITHOUT_WINDOWS = ("LlamaForCausalLM", "Olmo2ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM")
+_WINDOWS_EVERYWHERE = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
+_FULL_EVERY = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6, "GptOssForCausalLM": 2}  # every n-th layer has no window
 
 
 @dataclass(frozen=True)
@@ -73,6 +100,7 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     max_position: int  # rope scaling included
+    local_rope: RopeConfig | None = None  # of the layers with a window, where they rotate in a way of their own
     bos_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None  # what the checkpoint was saved in, by name
@@ -82,7 +110,8 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
         """From the objects in config.json and generation_config.json. Raises ConfigError."""
         name = architecture_of(config)
-        get = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **_FAMILY_DEFAULTS.get(name, {}), **config}.get
+        given = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **_FAMILY_DEFAULTS.get(name, {}), **config}
+        get = given.get
         refuse_quantization(config)
         sizes = {key: _positive(name, key, get(key)) for key in
                  ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -93,17 +122,23 @@ class ModelConfig:
         if n_heads % n_kv_heads:
             raise ConfigError(f"{name}: num_attention_heads {n_heads} is not a multiple of num_key_value_heads "
                               f"{n_kv_heads}")
-        rope = parse_rope(config, head_dim, sizes["max_position_embeddings"])
+        rope, local_rope = _ropes(given, head_dim, sizes["max_position_embeddings"])
+        most = sizes["max_position_embeddings"] if local_rope else _max_position(rope, sizes["max_position_embeddings"])
         return cls(
             architecture=name, vocab_size=sizes["vocab_size"], hidden_size=sizes["hidden_size"],
             intermediate_size=sizes["intermediate_size"], n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads,
-            head_dim=head_dim, norm_eps=float(get("rms_norm_eps") or 1e-6), hidden_act=str(get("hidden_act")),
+            head_dim=head_dim, norm_eps=float(get("rms_norm_eps") or 1e-6),
+            hidden_act=str(get("hidden_activation") or get("hidden_act")),
             rope=rope, windows=_windows(name, get, n_layers), tie_embeddings=bool(get("tie_word_embeddings", False)),
             attention_bias=bool(get("attention_bias", False)), mlp_bias=bool(get("mlp_bias", False)),
-            max_position=_max_position(rope, sizes["max_position_embeddings"]),
+            max_position=most, local_rope=local_rope,
             bos_token_ids=token_ids("bos_token_id", config, generation_config),
             eos_token_ids=token_ids("eos_token_id", config, generation_config),
             dtype=get("dtype") or get("torch_dtype"), raw=config)
+
+    def value(self, key: str) -> Any:
+        """What config.json gives under `key`, else the family's default, else None."""
+        return self.raw[key] if key in self.raw else _FAMILY_DEFAULTS.get(self.architecture, {}).get(key)
 
 
 def read_config(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -202,6 +237,19 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
         long_factor=tuple(given.get("long_factor") or ()))
 
 
+def _ropes(config: Mapping[str, Any], head_dim: int, max_position: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rotation of layers without a window, and that of layers with one where it is another."""
+    by_type = config.get("rope_parameters") or {}
+    if "full_attention" in by_type:
+        both = ({**config, "rope_parameters": by_type[kind], "rope_theta": config.get(theta)} for kind, theta in
+                (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq")))
+        full, local = (parse_rope(one, head_dim, max_position) for one in both)
+        return full, local
+    full = parse_rope(config, head_dim, max_position)
+    local_theta = config.get("rope_local_base_freq")
+    return full, None if local_theta is None else RopeConfig(theta=float(local_theta), dim=head_dim)
+
+
 def _max_position(rope: RopeConfig, max_position: int) -> int:
     """Positions that the scaled embedding serves. By the convention of HF configs, `max_position_embeddings` stays at
     its unscaled value for linear, dynamic and (in most checkpoints) yarn; llama3 and longrope give the scaled one."""
@@ -214,16 +262,20 @@ def _max_position(rope: RopeConfig, max_position: int) -> int:
 
 def _windows(name: str, get, n_layers: int) -> tuple[int | None, ...]:
     """The window of each layer. Qwen gives a window that `use_sliding_window` switches on for the layers from
-    `max_window_layers` on, or names each layer's type; Mistral's window is that of every layer."""
+    `max_window_layers` on; others have it in every layer, or in all but every n-th; or the config names each layer's
+    type."""
     window = get("sliding_window")
-    if name.startswith("Qwen") and not get("use_sliding_window", False):
+    if not get("use_sliding_window", not name.startswith("Qwen")):
         window = None
-    if window is None or name == "LlamaForCausalLM":
+    if window is None or name in _WITHOUT_WINDOWS:
         return (None,) * n_layers
     window = _positive(name, "sliding_window", window)
-    if name == "MistralForCausalLM":
+    if name in _WINDOWS_EVERYWHERE:
         return (window,) * n_layers
     types = get("layer_types")
+    if types is None and name in _FULL_EVERY:
+        every = int(get("sliding_window_pattern") or _FULL_EVERY[name])
+        return tuple(window if (i + 1) % every else None for i in range(n_layers))
     if types is None:
         first = int(get("max_window_layers", 0) or 0)
         return tuple(window if i >= first else None for i in range(n_layers))

@@ -13,8 +13,14 @@ from importlib.metadata import entry_points
 
 from stretto.model.api import CausalModel
 from stretto.model.config import ConfigError, ModelConfig
+from stretto.model.families.gemma import gemma2, gemma3
+from stretto.model.families.glm4 import glm, glm4
 from stretto.model.families.llama import Llama
+from stretto.model.families.mimo import mimo
 from stretto.model.families.mistral import mistral
+from stretto.model.families.moe import gpt_oss, mixtral, qwen3_moe
+from stretto.model.families.olmo2 import olmo2
+from stretto.model.families.phi3 import phi3
 from stretto.model.families.qwen2 import qwen2
 from stretto.model.families.qwen3 import qwen3
 from stretto.model.weights import Weights
@@ -25,10 +31,20 @@ GROUP = "stretto.models"
 Builder = Callable[[ModelConfig, Weights, int], CausalModel]
 
 NATIVE: dict[str, Builder] = {
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "Glm4ForCausalLM": glm4,
+    "GlmForCausalLM": glm,
+    "GptOssForCausalLM": gpt_oss,
     "LlamaForCausalLM": Llama,
+    "MiMoForCausalLM": mimo,
     "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
+    "Olmo2ForCausalLM": olmo2,
+    "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
 }
 
 

@@ -58,6 +58,14 @@ class Weights:
         """Tensors that a checkpoint may hold and this model does not need."""
         self._ignored.update(names)
 
+    def ignore_under(self, prefix: str) -> None:
+        """All tensors whose names begin so."""
+        self._ignored.update(name for name in self._names if name.startswith(prefix))
+
+    def holds(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this name."""
+        return name in self._names
+
     def differ(self, name: str, other: str) -> bool:
         """True if the source holds both tensors and they are not equal. Reads them."""
         if not {name, other} <= self._names:

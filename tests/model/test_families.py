@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.model.families.llama import Llama
+from stretto.model.decoder import Decoder
 from stretto.model.load import load_model
 from tests.model.dense import DenseAttend, greedy, run
 from tests.model.tiny import ids_of, oracle_greedy, oracle_logits, save
@@ -17,6 +17,10 @@ STORIES = Path(__file__).resolve().parents[2] / "../shared/data/models/stories26
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
+GEMMA = {"head_dim": 16, "sliding_window": 4, "query_pre_attn_scalar": 32}
+PHI3 = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 FAMILIES = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -38,6 +42,34 @@ FAMILIES = {
     "qwen3-biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "qwen3-layer-types": ("Qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 4, "layer_types":
                                     ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "gemma2": ("Gemma2", GEMMA | {"num_hidden_layers": 2}),
+    "gemma2-uncapped": ("Gemma2", GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2-biases": ("Gemma2", GEMMA | {"attention_bias": True, "hidden_activation": "gelu"}),
+    "gemma3": ("Gemma3", GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "gemma3-scaled": ("Gemma3", GEMMA | {"layer_types": ["full_attention"] + ["sliding_attention"] * 2, "rope_parameters":
+                      {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900.0},
+                       "sliding_attention": {"rope_type": "default", "rope_theta": 70.0}}}),
+    "gemma3-capped": ("Gemma3", GEMMA | {"final_logit_softcapping": 10.0}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    "phi3": ("Phi3", PHI3),
+    "phi3-window": ("Phi3", PHI3 | {"sliding_window": 5}),
+    "phi4-mini": ("Phi3", PHI3 | {"tie_word_embeddings": True, "hidden_size": 64, "rope_parameters":
+                                  {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}}),
+    "phi4-mini-longrope": ("Phi3", PHI3 | {
+        "hidden_size": 64, "original_max_position_embeddings": 16, "rope_parameters":
+        {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.75, "short_factor": [1.0] * 6,
+         "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "original_max_position_embeddings": 16}}),
+    "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4-no-bias": ("Glm4", {"head_dim": 12, "pad_token_id": 0, "attention_bias": False}),
+    "mixtral": ("Mixtral", MOE),
+    "mixtral-window-one-expert": ("Mixtral", MOE | {"num_experts_per_tok": 1, "sliding_window": 5}),
+    "qwen3-moe": ("Qwen3Moe", QWEN3_MOE),
+    "qwen3-moe-normed": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True, "num_experts_per_tok": 5}),
+    "qwen3-moe-some-dense": ("Qwen3Moe", QWEN3_MOE | {"mlp_only_layers": [0], "decoder_sparse_step": 2}),
+    "gpt-oss": ("GptOss", MOE | {"head_dim": 16, "sliding_window": 6}),
+    "gpt-oss-narrow-gate": ("GptOss", MOE | {"head_dim": 16, "swiglu_alpha": 1.1, "swiglu_limit": 0.4}),
 }
 
 
@@ -51,7 +83,7 @@ def pair(request, tmp_path):
 
 def test_equals_transformers(pair):
     model, oracle = pair
-    assert isinstance(model, Llama)
+    assert isinstance(model, Decoder)
     ids = ids_of(23)
     torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
     assert greedy(model, ids, 12) == oracle_greedy(oracle, ids, 12)

@@ -1,0 +1,222 @@
+"""The decoder that all native families share. A family is a `Style`: data, not code.
+
+One layer, hidden states [T, E]; which of the four norms exist is the style's:
+
+    x = norm(h);  q, k, v = qkv(x);  [q, k = norm];  q, k = rotate;  a = out(attend(q, k, v));  h += [norm](a)
+    x = norm(h);  m = down(act(gate(x)) * up(x)), or experts(x);                                 h += [norm](m)
+
+Rotation turns the pairs (i, i + D/2) of a head's features. Models that turn neighbours, or a part of the features, have
+the rows of their q and k projections put in that order when they are loaded: scores are sums over features, whose
+order does not matter, and pairs that are not turned have angle 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from stretto.attn.api import Attend, LayerSpec
+from stretto.model.config import ConfigError, ModelConfig
+from stretto.model.experts import ExpertMLP
+from stretto.model.layers import (
+    Embedding,
+    GatedMLP,
+    Head,
+    HeadNorm,
+    Linear,
+    OffsetHeadNorm,
+    OffsetNorm,
+    RMSNorm,
+    Rotary,
+    attend_heads,
+)
+from stretto.model.weights import Weights
+from stretto.ops.layer import Rope
+
+MLP = GatedMLP | ExpertMLP
+MakeMLP = Callable[[ModelConfig, Weights, int], MLP]  # (config, weights, index of the layer)
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The names of a layer's norms, under "model.layers.N."; None: there is none at this place."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True)
+class Style:
+    """What sets families apart."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_norm: bool = False  # RMSNorm of each q and k head before the rotation
+    whole_norm: bool = False  # RMSNorm of all of q, and of all of k, before the rotation
+    offset_norm: bool = False  # norms multiply by 1 + weight, in float32
+    fused_qkv: bool = False  # the checkpoint holds one matrix qkv_proj
+    fused_mlp: bool = False  # the checkpoint holds one matrix gate_up_proj
+    neighbours: bool = False  # rotation turns features 2i and 2i + 1
+    sinks: bool = False
+    norms: Norms = Norms()
+    scale: float | None = None  # of attention scores; None: head_dim ** -0.5
+    softcap: float | None = None  # of attention scores
+    embedding_scale: float | None = None
+    logit_cap: float | None = None
+    mlp: MakeMLP | None = None  # None: a gated one in every layer
+
+    @property
+    def norm(self) -> type[RMSNorm]:
+        return OffsetNorm if self.offset_norm else RMSNorm
+
+
+class Attention:
+    """Projections, norms, rotation and attention of one layer; `out` is the projection back."""
+
+    def __init__(self, config: ModelConfig, w: Weights, index: int, style: Style):
+        name, c = f"model.layers.{index}.self_attn", config
+        self.index, self.n_heads, self.n_kv_heads, self.head_dim = index, c.n_heads, c.n_kv_heads, c.head_dim
+        q_size, kv_size = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        parts = [(f"{name}.q_proj", q_size), (f"{name}.k_proj", kv_size), (f"{name}.v_proj", kv_size)]
+        if style.fused_qkv:
+            parts = [(f"{name}.qkv_proj", q_size + 2 * kv_size)]
+        self.qkv = Linear(w, parts, c.hidden_size, style.qkv_bias, _row_order(c, style))
+        self.out = Linear(w, [(f"{name}.o_proj", c.hidden_size)], q_size, style.out_bias)
+        head_norm = OffsetHeadNorm if style.offset_norm else HeadNorm
+        self.head_norm = (head_norm(w, name, c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps)
+                          if style.head_norm else None)
+        self.whole_norms = ((RMSNorm(w, f"{name}.q_norm", q_size, c.norm_eps),
+                             RMSNorm(w, f"{name}.k_norm", kv_size, c.norm_eps)) if style.whole_norm else None)
+        self.sinks = w.take(f"{name}.sinks", c.n_heads) if style.sinks else None
+
+    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend) -> torch.Tensor:
+        """x [T, E], normed first if there is a norm -> [T, H * D], the input of `out`."""
+        qkv = self.qkv(x) if norm is None else self.qkv.normed(x, norm)
+        if self.whole_norms is not None:
+            q, k, v = qkv.split([n * self.head_dim for n in (self.n_heads, self.n_kv_heads, self.n_kv_heads)], dim=1)
+            qkv = torch.cat([self.whole_norms[0](q), self.whole_norms[1](k), v], dim=1)
+        qkv = qkv.view(x.shape[0], -1, self.head_dim)
+        attended = attend_heads(attend, self.index, qkv, self.n_heads, rope, self.head_norm, self.sinks)
+        return attended.reshape(x.shape[0], -1)
+
+
+class DecoderLayer:
+    """Attention and MLP, each added to the residual stream in place."""
+
+    def __init__(self, config: ModelConfig, w: Weights, index: int, style: Style):
+        name = f"model.layers.{index}"
+
+        def norm(part: str | None) -> RMSNorm | None:
+            if part is None:
+                return None
+            return style.norm(w, f"{name}.{part}", config.hidden_size, config.norm_eps)
+
+        self.index = index
+        self.attn = Attention(config, w, index, style)
+        self.mlp = style.mlp(config, w, index) if style.mlp else gated_mlp(config, w, index, style)
+        self.before_attn, self.after_attn = norm(style.norms.before_attention), norm(style.norms.after_attention)
+        self.before_mlp, self.after_mlp = norm(style.norms.before_mlp), norm(style.norms.after_mlp)
+
+    def __call__(self, hidden: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+        """hidden [T, E], updated in place and returned."""
+        attended = self.attn(hidden, self.before_attn, rope, attend)
+        if self.after_attn is None:
+            hidden = self.attn.out.add_to(hidden, attended)
+        else:
+            hidden = hidden.add_(self.after_attn(self.attn.out(attended)))
+        if isinstance(self.mlp, GatedMLP) and self.before_mlp is not None and self.after_mlp is None:
+            return self.mlp.add_normed(hidden, self.before_mlp)
+        x = hidden if self.before_mlp is None else self.before_mlp(hidden)
+        if isinstance(self.mlp, ExpertMLP):
+            made = self.mlp(x, getattr(attend, "tokens", None))
+        elif self.after_mlp is None:
+            return self.mlp.add_to(hidden, x)
+        else:
+            made = self.mlp(x)
+        return hidden.add_(made if self.after_mlp is None else self.after_mlp(made))
+
+
+class Decoder:
+    """A CausalModel of any native family."""
+
+    graphs = True  # forward may be captured in a CUDA graph
+
+    def __init__(self, config: ModelConfig, w: Weights, context: int, style: Style):
+        c = config
+        self.config, self.style, self.dtype, self.device = c, style, w.dtype, w.device
+        self.vocab_size, self.hidden_size, self.max_position = c.vocab_size, c.hidden_size, context
+        scale = c.head_dim**-0.5 if style.scale is None else style.scale
+        self.layers = tuple(LayerSpec(c.n_heads, c.n_kv_heads, c.head_dim, scale, window, style.softcap, style.sinks)
+                            for window in c.windows)
+        self.embedding = Embedding(w, "model.embed_tokens", c.vocab_size, c.hidden_size)
+        self.decoder = [DecoderLayer(c, w, i, style) for i in range(c.n_layers)]
+        self.norm = style.norm(w, "model.norm", c.hidden_size, c.norm_eps)
+        self.head = Head(w, "lm_head", self.embedding, c.tie_embeddings)
+        ordered = reorders(c, style)
+        self.rotary = Rotary(c.rope, c.head_dim, context, w.device, ordered)
+        self.local_rotary = (Rotary(c.local_rope, c.head_dim, context, w.device, ordered)
+                             if c.local_rope is not None else None)
+        self._embedding_scale = (None if style.embedding_scale is None else
+                                 torch.tensor(style.embedding_scale, dtype=w.dtype, device=w.device))
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend,
+                taps: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """See CausalModel."""
+        hidden, rope = self.embedding(ids), self.rotary.at(positions)
+        local = rope if self.local_rotary is None else self.local_rotary.at(positions)
+        if self._embedding_scale is not None:
+            hidden = hidden.mul_(self._embedding_scale)
+        for layer, spec in zip(self.decoder, self.layers, strict=True):
+            hidden = layer(hidden, rope if spec.window is None else local, attend)
+            if taps is not None and (name := f"hidden.{layer.index}") in taps:
+                taps[name] = hidden.clone()  # later layers write into `hidden`
+        hidden = self.norm(hidden)
+        if taps is not None and "hidden.last" in taps:
+            taps["hidden.last"] = hidden
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[L, E] -> [L, V] float32."""
+        logits, cap = self.head(hidden), self.style.logit_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def gated_mlp(config: ModelConfig, w: Weights, index: int, style: Style) -> GatedMLP:
+    """The MLP of a layer without experts."""
+    return GatedMLP(w, f"model.layers.{index}.mlp", config.hidden_size, config.intermediate_size, config.hidden_act,
+                    style.mlp_bias, style.fused_mlp)
+
+
+def reorders(config: ModelConfig, style: Style) -> bool:
+    """Whether the features of a head stand in another order than in the checkpoint."""
+    return style.neighbours or config.rope.dim != config.head_dim
+
+
+def feature_order(head_dim: int, rotated: int, neighbours: bool) -> list[int]:
+    """Which feature of the checkpoint's head comes at each place, so that pairs are (i, i + D/2).
+
+        halves      first | second | rest         ->  first  rest[:half] | second  rest[half:]
+        neighbours  f s f s f s    | rest         ->  f f f  rest[:half] | s s s   rest[half:]
+
+    Raises ConfigError where no pairing exists."""
+    if head_dim % 2 or rotated % 2:
+        raise ConfigError(f"{rotated} of {head_dim} features of a head are rotated; both must be even")
+    half, rest = rotated // 2, range(rotated, head_dim)
+    first, second = ((range(0, rotated, 2), range(1, rotated, 2)) if neighbours else
+                     (range(half), range(half, rotated)))
+    return [*first, *rest[: len(rest) // 2], *second, *rest[len(rest) // 2 :]]
+
+
+def _row_order(config: ModelConfig, style: Style) -> torch.Tensor | None:
+    """The order of the rows of q, k and v one below the other; None: as they are."""
+    if not reorders(config, style):
+        return None
+    order = torch.tensor(feature_order(config.head_dim, config.rope.dim, style.neighbours))
+    rotated = torch.arange(config.n_heads + config.n_kv_heads)[:, None] * config.head_dim + order
+    rest = torch.arange(rotated.numel(), rotated.numel() + config.n_kv_heads * config.head_dim)
+    return torch.cat((rotated.flatten(), rest))

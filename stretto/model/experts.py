@@ -1,0 +1,88 @@
+"""A layer of experts: a router gives each token a few of many MLPs (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538).
+
+    logits = router(x) -> K experts and their weights a token -> sum over j of weight[j] * expert[j](x)
+
+Padding tokens ask for no expert. The sum over a token's experts is made in the order of its choices, in float32. On
+CPUs each expert is a packed matrix, as in `matrix.py`; on CUDA all are one launch, `ops.grouped`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from stretto.model.config import ConfigError
+from stretto.model.layers import Linear
+from stretto.model.matrix import Matrix, best_matrix
+from stretto.model.weights import Weights
+from stretto.ops.grouped import Groups, group_by_expert, grouped_linear
+
+Route = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]  # logits [T, E], K -> weights, experts [T, K]
+Gate = Callable[[torch.Tensor], torch.Tensor]  # [N, 2 F] -> [N, F]
+
+
+def softmax_over_all(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k likeliest of all experts, with their probabilities as weights."""
+    return torch.topk(logits.float().softmax(-1), k, dim=-1)
+
+
+def softmax_over_chosen(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k likeliest experts, weights summing to 1."""
+    best, experts = torch.topk(logits.float(), k, dim=-1)
+    return best.softmax(-1), experts
+
+
+class ExpertWeights:
+    """The matrices of all experts, [E, rows, inputs], and biases [E, rows] where there are some."""
+
+    def __init__(self, w: Weights, weight: torch.Tensor, bias: torch.Tensor | None = None,
+                 settle: Callable[[torch.Tensor], torch.Tensor] | None = None):
+        """`settle` turns what the checkpoint holds, once filled, into [E, rows, ...]."""
+        self._weight, self._bias, self._settle = weight, bias, settle
+        self._matrices: list[Matrix] | None = None
+        w.then(self._prepare)
+
+    def _prepare(self) -> None:
+        if self._settle is not None:
+            self._weight = self._settle(self._weight).contiguous()
+            self._bias = None if self._bias is None else self._settle(self._bias[..., None])[..., 0].contiguous()
+        if self._weight.device.type == "cpu":
+            biases: Sequence[torch.Tensor | None] = [None] * len(self._weight) if self._bias is None else self._bias
+            self._matrices = [best_matrix(weight, bias) for weight, bias in zip(self._weight, biases, strict=True)]
+            del self._weight
+
+    def __call__(self, x: torch.Tensor, bounds: torch.Tensor, rows_in: torch.Tensor, rows_out: torch.Tensor,
+                 out: torch.Tensor) -> torch.Tensor:
+        """As `ops.grouped.grouped_linear`."""
+        if self._matrices is None:
+            return grouped_linear(x, self._weight, self._bias, bounds, rows_in, rows_out, out)
+        edges = bounds.tolist()
+        for matrix, start, end in zip(self._matrices, edges, edges[1:], strict=False):
+            if start < end:
+                out[rows_out[start:end]] = matrix(x[rows_in[start:end]])
+        return out
+
+
+class ExpertMLP:
+    """Router and experts of one layer."""
+
+    def __init__(self, router: Linear, gate_up: ExpertWeights, down: ExpertWeights, gate: Gate, route: Route, *,
+                 n_experts: int, chosen: int, inner: int):
+        if not 1 <= chosen <= n_experts:
+            raise ConfigError(f"num_experts_per_tok is {chosen}; it must be 1 to the number of experts, {n_experts}")
+        self._router, self._gate_up, self._down, self._gate, self._route = router, gate_up, down, gate, route
+        self.n_experts, self.chosen, self.inner = n_experts, chosen, inner
+
+    def __call__(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, E] -> [T, E]. tokens: how many of the T are no padding, a scalar on the device; None: all."""
+        weights, experts = self._route(self._router(x), self.chosen)
+        made = self._run(x, group_by_expert(experts, self.n_experts, tokens)).view(*experts.shape, x.shape[1])
+        return (made.float() * weights[..., None]).sum(1).to(x.dtype)
+
+    def _run(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """The experts' answers by slot, [N, E]; zeros for padding."""
+        n = len(groups.slots)
+        inner = x.new_empty(n, 2 * self.inner)
+        inner = self._gate(self._gate_up(x, groups.bounds, groups.slots // self.chosen, groups.places, inner))
+        return self._down(inner, groups.bounds, groups.places, groups.slots, x.new_zeros(n, x.shape[1]))

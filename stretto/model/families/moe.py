@@ -1,0 +1,97 @@
+"""Mixtral, Qwen3-MoE and gpt-oss: experts in place of the MLP.
+
+gpt-oss has more of its own: sinks in attention, windows in every other layer, biases everywhere, and a gate that is
+clamped; its checkpoints hold all experts of a layer in one tensor, transposed, gate and up interleaved.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from stretto.model.config import ConfigError, ModelConfig
+from stretto.model.decoder import MLP, Decoder, Style, gated_mlp
+from stretto.model.experts import ExpertMLP, ExpertWeights, softmax_over_all, softmax_over_chosen
+from stretto.model.layers import ACTIVATIONS, Linear
+from stretto.model.weights import Weights
+from stretto.ops.layer import gate
+
+
+def mixtral(config: ModelConfig, w: Weights, context: int) -> Decoder:
+    return Decoder(config, w, context, Style(mlp=_mixtral_mlp))
+
+
+def qwen3_moe(config: ModelConfig, w: Weights, context: int) -> Decoder:
+    bias = config.attention_bias
+    return Decoder(config, w, context, Style(bias, bias, head_norm=True, mlp=_qwen3_mlp))
+
+
+def gpt_oss(config: ModelConfig, w: Weights, context: int) -> Decoder:
+    bias = config.attention_bias
+    return Decoder(config, w, context, Style(bias, bias, sinks=True, mlp=_gpt_oss_mlp))
+
+
+def _experts_of(config: ModelConfig) -> int:
+    count = config.raw.get("num_experts") or config.value("num_local_experts")
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"{config.architecture}: num_experts is {count!r}; the config must give a positive number")
+    return count
+
+
+def _mixtral_mlp(config: ModelConfig, w: Weights, index: int) -> ExpertMLP:
+    name = f"model.layers.{index}.block_sparse_moe"
+    names = {"gate": "w1", "up": "w3", "down": "w2"}
+    return _separate(config, w, name, config.intermediate_size, names, softmax_over_chosen)
+
+
+def _qwen3_mlp(config: ModelConfig, w: Weights, index: int) -> MLP:
+    dense = index in (config.value("mlp_only_layers") or ()) or (index + 1) % config.value("decoder_sparse_step")
+    if dense:
+        return gated_mlp(config, w, index, Style())
+    route = softmax_over_chosen if config.value("norm_topk_prob") else softmax_over_all
+    names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    return _separate(config, w, f"model.layers.{index}.mlp", config.value("moe_intermediate_size"), names, route)
+
+
+def _separate(config: ModelConfig, w: Weights, name: str, inner: int, names: dict[str, str], route) -> ExpertMLP:
+    """Experts of which the checkpoint holds each by itself, "NAME.experts.0.w1.weight"."""
+    if config.hidden_act not in ACTIVATIONS:
+        raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    n, hidden = _experts_of(config), config.hidden_size
+    each = [f"{name}.experts.{e}" for e in range(n)]
+    gate_up = w.stack([(f"{expert}.{names[part]}.weight", inner) for expert in each for part in ("gate", "up")], hidden)
+    down = w.stack([(f"{expert}.{names['down']}.weight", hidden) for expert in each], inner)
+    return ExpertMLP(Linear(w, [(f"{name}.gate", n)], hidden), ExpertWeights(w, gate_up.view(n, 2 * inner, hidden)),
+                     ExpertWeights(w, down.view(n, hidden, inner)), partial(gate, act=config.hidden_act), route,
+                     n_experts=n, chosen=config.value("num_experts_per_tok"), inner=inner)
+
+
+def _gpt_oss_mlp(config: ModelConfig, w: Weights, index: int) -> ExpertMLP:
+    name, n = f"model.layers.{index}.mlp", _experts_of(config)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    gate_up = ExpertWeights(w, w.take(f"{name}.experts.gate_up_proj", n, hidden, 2 * inner),
+                            w.take(f"{name}.experts.gate_up_proj_bias", n, 2 * inner), _halves)
+    down = ExpertWeights(w, w.take(f"{name}.experts.down_proj", n, inner, hidden),
+                         w.take(f"{name}.experts.down_proj_bias", n, hidden), _rows)
+    clamped = partial(clamped_gate, alpha=config.value("swiglu_alpha"), limit=config.value("swiglu_limit"))
+    return ExpertMLP(Linear(w, [(f"{name}.router", n)], hidden, bias=True), gate_up, down, clamped, softmax_over_chosen,
+                     n_experts=n, chosen=config.value("num_experts_per_tok"), inner=inner)
+
+
+def _rows(stored: torch.Tensor) -> torch.Tensor:
+    """[E, inputs, rows] -> [E, rows, inputs]; biases come as [E, rows, 1] and stay."""
+    return stored if stored.shape[-1] == 1 else stored.transpose(1, 2)
+
+
+def _halves(stored: torch.Tensor) -> torch.Tensor:
+    """As `_rows`, then the interleaved rows of gate and up apart."""
+    rows = _rows(stored)
+    return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
+
+
+def clamped_gate(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), both clamped first. gate_up [N, 2 F] -> [N, F]."""
+    first, second = gate_up.chunk(2, dim=-1)
+    first, second = first.clamp(max=limit), second.clamp(-limit, limit)
+    return (second + 1) * (first * torch.sigmoid(first * alpha))

@@ -1,0 +1,11 @@
+"""Phi-3, 3.5 and Phi-4 (mini too): Llama with fused matrices in the checkpoint, and in some a part of each head rotated."""
+
+from __future__ import annotations
+
+from stretto.model.config import ModelConfig
+from stretto.model.decoder import Decoder, Style
+from stretto.model.weights import Weights
+
+
+def phi3(config: ModelConfig, w: Weights, context: int) -> Decoder:
+    return Decoder(config, w, context, Style(fused_qkv=True, fused_mlp=True))
