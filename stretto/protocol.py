@@ -134,6 +134,7 @@ class Usage(msgspec.Struct, array_like=True):
     accepted_tokens: int = 0
     steps: int = 0  # steps that emitted tokens
     retractions: int = 0
+    queue_seconds: float = 0.0  # from arrival to the first admission
 
 
 class Output(msgspec.Struct, array_like=True):
@@ -176,6 +177,20 @@ class EngineStats(msgspec.Struct, kw_only=True):
     histograms: dict[str, list[float]] = {}  # observations since the last snapshot
 
 
+class StepRecord(msgspec.Struct, array_like=True):
+    """One step of a trace. Times of time.perf_counter, in seconds; `counts`: what processing it added to counters."""
+
+    seq: int
+    rows: int
+    planning: float  # the host began to plan it
+    planned: float
+    launched: float
+    waiting: float = 0.0  # the host began to wait for it
+    collected: float = 0.0
+    processed: float = 0.0
+    counts: dict[str, int] = {}
+
+
 class RequestError(ValueError):
     """A request that cannot be served as asked: becomes HTTP 400. `param` names the field, `code` is OpenAI's."""
 
@@ -206,6 +221,14 @@ class AsyncEngine(Protocol):
 
     async def manage(self, action: Action) -> list[SessionInfo]:
         """The sessions that the action is about, as they are after it. Raises RequestError."""
+        ...
+
+    async def start_trace(self, steps: int) -> None:
+        """Records the next steps, at most so many. A recording that runs begins anew."""
+        ...
+
+    async def stop_trace(self) -> list[StepRecord]:
+        """The steps recorded so far, in order; the recording ends."""
         ...
 
     async def healthy(self) -> bool:

@@ -16,7 +16,7 @@ from stretto.engine.loop import CoreFactory
 from stretto.engine.messages import Event, Shutdown
 from stretto.engine.process import EngineProcess
 from stretto.engine.router import Router
-from stretto.protocol import Action, EngineDead, EngineInfo, EngineStats, Output, Request, SessionInfo
+from stretto.protocol import Action, EngineDead, EngineInfo, EngineStats, Output, Request, SessionInfo, StepRecord
 
 WATCH_SECONDS = 0.5
 EXIT_SECONDS = 10.0  # for the child to close its core after Shutdown
@@ -68,6 +68,12 @@ class EngineClient:
 
     async def manage(self, action: Action) -> list[SessionInfo]:
         return await self._router.manage(action)
+
+    async def start_trace(self, steps: int) -> None:
+        await self._router.trace(steps)
+
+    async def stop_trace(self) -> list[StepRecord]:
+        return await self._router.trace(0)
 
     async def healthy(self) -> bool:
         return self._router.healthy()

@@ -12,8 +12,9 @@ from __future__ import annotations
 import time
 
 from stretto.device.streams import DeviceHalf
+from stretto.engine.trace import StepTrace
 from stretto.host.half import HostHalf
-from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, check_request
+from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, StepRecord, check_request
 from stretto.wire import LateMask, StepPlan, pack_mask, pack_plan, unpack_result
 
 REST_SECONDS = 0.01  # for which a step waits where all work waits for something else than the device
@@ -28,6 +29,7 @@ class EngineCore:
         self.busy_seconds = self.wait_seconds = self.mask_seconds = 0.0
         self.late_masks = self.late_masks_overlapped = 0
         self._unmasked: StepPlan | None = None  # launched, and waiting for its mask
+        self._trace: StepTrace | None = None
 
     def submit(self, request: Request) -> None:
         """Raises RequestError for a request that can never run here."""
@@ -54,8 +56,11 @@ class EngineCore:
         started = time.perf_counter()
         plan = self.host.plan()
         if plan is not None:
+            planned = time.perf_counter()
             self.device.launch(pack_plan(plan))
             self.in_flight += 1
+            if self._trace is not None:
+                self._trace.launched(plan.seq, len(plan.rows), started, planned)
         outputs = self.host.take_outputs()
         if plan is None and not self.in_flight and not outputs:
             self.host.rest(REST_SECONDS)
@@ -86,7 +91,19 @@ class EngineCore:
         packed = self.device.collect()
         self.wait_seconds += time.perf_counter() - before
         self.in_flight -= 1
-        return self.host.process(unpack_result(packed))
+        result = unpack_result(packed)
+        if self._trace is None:
+            return self.host.process(result)
+        self._trace.collected(result.seq, before, self.host.counters)
+        outputs = self.host.process(result)
+        self._trace.processed(result.seq, self.host.counters)
+        return outputs
+
+    def trace(self, steps: int) -> list[StepRecord]:
+        """Records up to `steps` steps from now on; 0: none. Returns what was recorded until now."""
+        records = self._trace.records if self._trace is not None else []
+        self._trace = StepTrace(steps) if steps > 0 else None
+        return records
 
     def stats(self) -> EngineStats:
         counters, gauges = self.host.stats()

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from stretto.engine.loop import CoreFactory, run_loop
 from stretto.engine.messages import Command, Event, Shutdown
 from stretto.engine.router import Router
-from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo
+from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, StepRecord
 
 WATCH_SECONDS = 0.5
 EXIT_SECONDS = 10.0
@@ -68,6 +68,12 @@ class InProcessEngine:
 
     async def manage(self, action: Action) -> list[SessionInfo]:
         return await self._router.manage(action)
+
+    async def start_trace(self, steps: int) -> None:
+        await self._router.trace(steps)
+
+    async def stop_trace(self) -> list[StepRecord]:
+        return await self._router.trace(0)
 
     async def healthy(self) -> bool:
         return self._router.healthy() and self._thread.is_alive()

@@ -32,8 +32,10 @@ from stretto.engine.messages import (
     Stats,
     Submit,
     Tick,
+    Trace,
+    Traced,
 )
-from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, RequestError, SessionInfo
+from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, RequestError, SessionInfo, StepRecord
 
 TICK_SECONDS = 0.5
 
@@ -67,6 +69,8 @@ class Core(Protocol):
     def has_work(self) -> bool: ...
 
     def stats(self) -> EngineStats: ...
+
+    def trace(self, steps: int) -> list[StepRecord]: ...
 
     def close(self) -> None: ...
 
@@ -146,6 +150,8 @@ class _Loop:
                 self.manage(command)
             elif isinstance(command, AskStats):
                 self.send(Stats(command.serial, self.core.stats()))
+            elif isinstance(command, Trace):
+                self.send(Traced(command.serial, self.core.trace(command.steps)))
             else:
                 for rid in self.live.rids():
                     self.abort(rid)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo
+from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, StepRecord
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -35,11 +35,18 @@ class AskStats(msgspec.Struct, tag=True):
     serial: int
 
 
+class Trace(msgspec.Struct, tag=True):
+    """Records up to `steps` steps; 0: ends the recording. Answered by Traced with what was recorded until now."""
+
+    serial: int
+    steps: int
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """The loop aborts what it holds, closes the core and ends."""
 
 
-Command = Submit | AbortRequest | Manage | AskStats | Shutdown
+Command = Submit | AbortRequest | Manage | AskStats | Trace | Shutdown
 
 
 class Progress(msgspec.Struct, tag=True):
@@ -87,6 +94,11 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
+class Traced(msgspec.Struct, tag=True):
+    serial: int
+    records: list[StepRecord]
+
+
 class Tick(msgspec.Struct, tag=True):
     """Sent between steps, at least twice a second while steps are short: the loop makes progress."""
 
@@ -99,4 +111,4 @@ class Died(msgspec.Struct, tag=True):
     outputs: list[Output] = []
 
 
-Event = Progress | Started | Outputs | Refused | Aborted | Managed | Stats | Tick | Died
+Event = Progress | Started | Outputs | Refused | Aborted | Managed | Stats | Traced | Tick | Died

@@ -31,6 +31,8 @@ from stretto.engine.messages import (
     Stats,
     Submit,
     Tick,
+    Trace,
+    Traced,
 )
 from stretto.protocol import (
     Action,
@@ -41,6 +43,7 @@ from stretto.protocol import (
     Request,
     RequestError,
     SessionInfo,
+    StepRecord,
     check_request,
 )
 
@@ -112,6 +115,7 @@ class Router:
         self._aborts: dict[str, asyncio.Future[bool]] = {}
         self._stats: dict[int, asyncio.Future[EngineStats]] = {}
         self._managed: dict[int, asyncio.Future[list[SessionInfo]]] = {}
+        self._traces: dict[int, asyncio.Future[list[StepRecord]]] = {}
         self._silent = 0.0  # seconds without a message, counted by check_stall
         self.started: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self.progress = "starting"
@@ -128,6 +132,8 @@ class Router:
             pass
         elif isinstance(event, Stats):
             _resolve(self._stats.pop(event.serial, None), event.stats)
+        elif isinstance(event, Traced):
+            _resolve(self._traces.pop(event.serial, None), event.records)
         elif isinstance(event, Managed):
             _settle(self._managed.pop(event.serial, None), event)
         elif isinstance(event, Aborted):
@@ -168,13 +174,14 @@ class Router:
             if mailbox.unfinished > 0:
                 mailbox.fail(error)
         waiting: list[asyncio.Future] = [*self._stats.values(), *self._managed.values(), *self._aborts.values(),
-                                         self.started]
+                                         *self._traces.values(), self.started]
         for future in waiting:
             if not future.done():
                 future.set_exception(EngineDead(cause))
                 future.exception()  # nobody may be waiting; that is no error
         self._stats.clear()
         self._managed.clear()
+        self._traces.clear()
         self._aborts.clear()
         self.dead.set()
 
@@ -253,6 +260,18 @@ class Router:
             return await future
         finally:
             self._stats.pop(serial, None)
+
+    async def trace(self, steps: int) -> list[StepRecord]:
+        """Records up to `steps` steps from now on (0: none); what was recorded until now."""
+        if self.cause is not None:
+            raise EngineDead(self.cause)
+        serial = next(self._serials)
+        future = self._traces[serial] = asyncio.get_running_loop().create_future()
+        self._send(Trace(serial, steps))
+        try:
+            return await future
+        finally:
+            self._traces.pop(serial, None)
 
     async def manage(self, action: Action) -> list[SessionInfo]:
         """See AsyncEngine.manage."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(slots=True)
@@ -17,7 +17,13 @@ class Counters:
     tail_rows: int = 0  # decode rows of mixed steps
     tail_tokens: int = 0
     planned_tokens: int = 0
-    fed_tokens: int = 0
+    fed_tokens: int = 0  # of every row, by what it was for: the three that follow
+    prefill_tokens: int = 0  # ids that others had given: of prompts, and of turns that came back
+    decode_tokens: int = 0  # one each of rows that sampled without drafts
+    verify_tokens: int = 0  # of rows with drafts: the last id and its drafts
+    prefill_rows: int = 0  # rows of results, by the same rule
+    plain_rows: int = 0
+    verify_rows: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -50,5 +56,21 @@ class Counters:
     faults: int = 0  # requests ended by a failed check, of engines that serve on
     broken_books: int = 0  # steps after which the pages did not add up
 
+    drafted_at: list[int] = field(default_factory=list)  # by place in the draft: drafts verified
+    accepted_at: list[int] = field(default_factory=list)
+
+    def note_drafts(self, verified: int, accepted: int) -> None:
+        """Of one row."""
+        grown = [0] * (verified - len(self.drafted_at))
+        self.drafted_at += grown
+        self.accepted_at += grown
+        for place in range(verified):
+            self.drafted_at[place] += 1
+            self.accepted_at[place] += place < accepted
+
     def as_dict(self) -> dict[str, float]:
-        return asdict(self)
+        """By name; the counts of a place in the draft as `drafted_at.0`, `drafted_at.1` and so on."""
+        values = asdict(self)
+        for name in ("drafted_at", "accepted_at"):
+            values |= {f"{name}.{place}": count for place, count in enumerate(values.pop(name))}
+        return values

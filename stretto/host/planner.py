@@ -13,6 +13,7 @@ turn has ended, not before, so no two turns go on evicting each other.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -80,6 +81,8 @@ class Planner:
             self._queue.remove(turn)
             if turn.usage.retractions == 0:
                 turn.usage.cached_tokens = min(turn.lease.lo, turn.job.prompt)
+                if turn.job.request.arrival:
+                    turn.usage.queue_seconds = time.monotonic() - turn.job.request.arrival
                 self._counters.prompt_tokens += turn.job.prompt
                 self._counters.cached_tokens += turn.usage.cached_tokens
                 self._counters.recomputed_tokens += max(0, turn.expected - turn.lease.lo)  # of a session

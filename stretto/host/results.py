@@ -62,12 +62,12 @@ class Results:
 
     # ---------------------------------------------------------------------------------------------------- one row
     def _apply(self, turn: Turn, row: RowResult, seq: int, outputs: list[Output]) -> None:
-        lease, counters = turn.lease, self._counters
+        lease = turn.lease
         assert lease is not None
+        self._count_fed(row, given=lease.lo < turn.fill_to)
         self._ledger.confirm(lease, seq, row.length)
         if row.known != len(turn.tokens) + len(row.new):
             raise HostFault(f"the device knows {row.known} ids; {len(turn.tokens)} were known, {len(row.new)} emitted")
-        counters.fed_tokens += row.fed
         if turn.grammar is not None:
             turn.grammar.offered = (turn.epoch, row.offered)
         if row.prompt_scores and turn.scores is not None:
@@ -88,6 +88,20 @@ class Results:
             self._ops.map(turn.slot, swapped)
         if gone := self._ledger.slide(lease):
             self._ops.map(turn.slot, gone)
+
+    def _count_fed(self, row: RowResult, given: bool) -> None:
+        """`given`: the row began among ids that were there when its turn was seated."""
+        counters = self._counters
+        counters.fed_tokens += row.fed
+        if given:
+            counters.prefill_tokens += row.fed
+            counters.prefill_rows += row.fed > 0
+        elif row.verified:
+            counters.verify_tokens += row.fed
+            counters.verify_rows += 1
+        else:
+            counters.decode_tokens += row.fed
+            counters.plain_rows += row.fed > 0
 
     def _deliver(self, turn: Turn, row: RowResult, outputs: list[Output]) -> Ending | None:
         """Appends what the client gets of this row; says whether, and how, the turn has ended."""
@@ -112,6 +126,7 @@ class Results:
         self._counters.generated_tokens += len(new)
         self._counters.drafted += row.verified
         self._counters.accepted += len(new) - 1
+        self._counters.note_drafts(row.verified, len(new) - 1)
         reason, stop = ending or (None, None)
         request = turn.job.request
         outputs.append(Output(

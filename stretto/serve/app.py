@@ -16,6 +16,7 @@ from stretto.serve.bodies import described, openapi_with
 from stretto.serve.calls import accept, answer, make_generation
 from stretto.serve.chat import chat_completion, chat_events
 from stretto.serve.completions import completion, completion_events
+from stretto.serve.control import control, traces
 from stretto.serve.errors import bad_request
 from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.messages import messages
@@ -32,6 +33,7 @@ from stretto.serve.schemas import (
     MessagesRequest,
     ResponsesRequest,
     TokenizeRequest,
+    TraceBody,
 )
 from stretto.serve.service import Generation, Service
 from stretto.serve.settings import ServeSettings
@@ -52,13 +54,13 @@ def build_app(engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSet
     errors.install(app)
     for router in (inference(service), responses(service), messages(service), native(service),
                    operations.probes(service), operations.facts(service), operations.tokens(service),
-                   operations.aborts(service)):
+                   operations.aborts(service), control(service), traces(service)):
         app.include_router(router)
     app.openapi = openapi_with(  # type: ignore[method-assign]
         app, [ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
-              GenerateRequest, TokenizeRequest, DetokenizeRequest, AbortBody])
-    if settings.api_keys:
-        app.add_middleware(ApiKeys, keys=settings.api_keys)
+              GenerateRequest, TokenizeRequest, DetokenizeRequest, AbortBody, TraceBody])
+    if settings.api_keys or settings.admin_keys:
+        app.add_middleware(ApiKeys, keys=settings.api_keys, admin_keys=settings.admin_keys)
     app.add_middleware(AnswerCounts, metrics=service.metrics)
     app.add_middleware(RequestIds)  # outermost: a refusal has its id as well
     return app

@@ -62,6 +62,12 @@ async def read_body(service: Service, request: Request, model: type[BodyT]) -> B
     return await service.in_pool(parse, model, raw) if len(raw) >= LARGE else parse(model, raw)
 
 
+async def read_optional_body(service: Service, request: Request, model: type[BodyT]) -> BodyT:
+    """As read_body; no body at all is an empty object."""
+    raw = await read(request, service.settings.max_body_bytes)
+    return parse(model, raw or b"{}")
+
+
 def described(model: type[BaseModel]) -> dict[str, Any]:
     """The `openapi_extra` of a route whose handler reads `model` by itself."""
     schema = {"$ref": _COMPONENT.format(model=model.__name__)}

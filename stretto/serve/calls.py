@@ -21,7 +21,6 @@ from stretto.serve.streaming import ClientGone, EventStream, openai_failure, whi
 
 BodyT = TypeVar("BodyT", bound=Body)
 Whole = Callable[[Service, Generation], Awaitable[Any]]
-NAMED_ALIKE: Mapping[str, str] = {}
 Events = Callable[[Service, Generation], AsyncGenerator[bytes, None]]
 
 
@@ -60,15 +59,15 @@ async def _in_words_of(names: Mapping[str, str], events: AsyncGenerator[bytes, N
 
 
 async def answer(service: Service, request: Request, prepare: Callable[[], Awaitable[Generation]], whole: Whole,
-                 events: Events, names: Mapping[str, str] = NAMED_ALIKE,
+                 events: Events, names: Mapping[str, str] | None = None,
                  failure: Callable[[ApiError], bytes] = openai_failure) -> Response:
     """Streamed or whole; a client that goes away ends the work either way.
 
-    `names`: field of the chat or completion body -> field of the API that was called, for errors. `failure`: the event
+    `names`: field of the chat or completion body -> field of the API that was called, for errors (None: the same). `failure`: the event
     that ends a stream which was opened and cannot go on."""
 
     async def run() -> Response:
-        with in_words_of(names):
+        with in_words_of(names or {}):
             generation = await prepare()
             headers = ignored_header(generation.ignored)
             if not generation.body.stream:

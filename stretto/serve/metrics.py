@@ -40,13 +40,26 @@ GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "waiting": (("vllm:num_requests_waiting",), "Choices waiting for a place in the batch"),
     "kv_usage": (("vllm:kv_cache_usage_perc",), "Share of KV pages in use, 0 to 1"),
 }
+# Engine counters that are one fact with a label: family -> (label, {value: engine's name}, text)
+BY_KIND: Mapping[str, tuple[str, Mapping[str, str], str]] = {
+    "stretto_step_tokens": ("kind", {"prefill": "prefill_tokens", "decode": "decode_tokens",
+                                     "verify": "verify_tokens"}, "Tokens fed to the model, by what their row was for"),
+    "stretto_step_rows": ("kind", {"prefill": "prefill_rows", "decode": "plain_rows", "verify": "verify_rows"},
+                          "Rows of steps, by what they were for"),
+    "vllm:spec_decode_num_drafts": ("", {"": "verify_rows"}, "Drafts verified, each of one or more tokens"),
+}
+BY_PLACE: Mapping[str, tuple[tuple[str, ...], str]] = {  # engine's name before the place: families
+    "drafted_at": (("stretto_drafted_per_position",), "Draft tokens verified, by place in the draft"),
+    "accepted_at": (("stretto_accepted_per_position", "vllm:spec_decode_num_accepted_tokens_per_pos"),
+                    "Draft tokens accepted, by place in the draft"),
+}
 TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY = "time_to_first_token_seconds", "inter_token_latency_seconds"
-REQUEST_LATENCY = "e2e_request_latency_seconds"
-HISTOGRAMS: Mapping[str, str] = {  # each under our prefix and vLLM's; the first three are observed here
+REQUEST_LATENCY, QUEUE_TIME = "e2e_request_latency_seconds", "request_queue_time_seconds"
+HISTOGRAMS: Mapping[str, str] = {  # each under our prefix and vLLM's
     TIME_TO_FIRST_TOKEN: "From a request's arrival to its first token",
     INTER_TOKEN_LATENCY: "Between two tokens of a choice; tokens of one step share the step's time",
     REQUEST_LATENCY: "From a request's arrival to its end",
-    "request_queue_time_seconds": "From a request's arrival to its first step, where the engine reports it",
+    QUEUE_TIME: "From a request's arrival to its place in the batch",
 }
 
 
@@ -76,12 +89,17 @@ class ServerMetrics(Collector):
     def __init__(self, info: EngineInfo, model_name: str):
         self._info, self._labels = info, {"model_name": model_name, "engine": "0"}
         self._snapshot = EngineStats()
-        self.histograms = {name: Histogram() for name in (TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY, REQUEST_LATENCY)}
+        self.histograms = {name: Histogram() for name in HISTOGRAMS}
         self.finished: Counter[str] = Counter()  # by finish reason
         self.aborts: Counter[str] = Counter()  # by cause
         self.responses: Counter[tuple[str, int]] = Counter()  # (route, status)
         self._registry = CollectorRegistry()
         self._registry.register(self)
+
+    @property
+    def snapshot(self) -> EngineStats:
+        """The engine's numbers as they were last taken."""
+        return self._snapshot
 
     def take(self, snapshot: EngineStats) -> None:
         """The engine's newest snapshot. Its counters replace the old ones where they have grown."""
@@ -98,7 +116,10 @@ class ServerMetrics(Collector):
 
     # ------------------------------------------------------------------------------------------------ collector
     def collect(self) -> Iterator[Metric]:
+        yield from self._by_label()
         for name, value in self._snapshot.counters.items():
+            if "." in name:
+                continue  # of a place in the draft
             others, text = COUNTERS.get(name, ((), f"Engine counter {name}"))
             yield from self._each(CounterMetricFamily, (f"stretto_{name}", *others), text, value)
         for name, value in self._snapshot.gauges.items():
@@ -112,6 +133,21 @@ class ServerMetrics(Collector):
                 yield family
         yield from self._labelled()
         yield from self._config()
+
+    def _by_label(self) -> Iterator[Metric]:
+        counters, labels = self._snapshot.counters, list(self._labels.values())
+        for family_name, (label, names, text) in BY_KIND.items():
+            family = CounterMetricFamily(family_name, text, labels=[*self._labels, *filter(None, [label])])
+            for value, name in names.items():
+                family.add_metric([*labels, *filter(None, [value])], counters.get(name, 0.0))
+            yield family
+        for start, (family_names, text) in BY_PLACE.items():
+            places = {name.partition(".")[2]: value for name, value in counters.items() if name.startswith(f"{start}.")}
+            for family_name in family_names:
+                family = CounterMetricFamily(family_name, text, labels=[*self._labels, "position"])
+                for place, value in places.items():
+                    family.add_metric([*labels, place], value)
+                yield family
 
     def _each(self, kind: type, names: tuple[str, ...], text: str, value: float) -> Iterator[Metric]:
         for name in names:

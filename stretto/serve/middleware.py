@@ -12,7 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stretto.serve.errors import ApiError
 from stretto.serve.metrics import ServerMetrics
 
-OPEN_PATHS = frozenset(("/health", "/livez", "/readyz", "/startupz", "/ping", "/metrics"))  # probes have no keys
+OPEN_PATHS = frozenset(("/health", "/livez", "/readyz", "/startupz", "/ping", "/metrics", "/"))  # probes have no keys
+OPEN_FOLDER = "/page/"  # the page's own files; what it shows of the server needs a key
+ADMIN_PATHS = frozenset(("/flush_cache", "/start_profile", "/stop_profile"))
 MAX_ID_LENGTH = 256
 
 
@@ -40,24 +42,48 @@ class RequestIds:
 
 
 class ApiKeys:
-    """Any of the keys as a bearer token; compared in constant time. Probes and metrics need none."""
+    """Any of the keys as a bearer token; compared in constant time. Probes, metrics and the page need none.
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
-        self.app, self._keys = app, [key.encode() for key in keys]
+    An admin key opens everything. Where there is one, ADMIN_PATHS open to it alone; `is_admin` of the scope's state
+    says to handlers whether the client may do what operators do."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], admin_keys: tuple[str, ...] = ()):
+        self.app = app
+        self._keys, self._admin_keys = [key.encode() for key in keys], [key.encode() for key in admin_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._allowed(Headers(scope=scope)):
-            refusal = ApiError(401, "this server needs an API key: send the header 'Authorization: Bearer KEY'",
-                               code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-            return await refusal.response(scope["path"])(scope, receive, send)
+        if scope["type"] == "http":
+            path, token = scope["path"], _token(Headers(scope=scope))
+            admin = _matches(token, self._admin_keys)
+            scope.setdefault("state", {})["is_admin"] = admin or not self._admin_keys
+            refusal = None if admin else self._refusal(path, token)
+            if refusal is not None:
+                return await refusal.response(path)(scope, receive, send)
         await self.app(scope, receive, send)
 
-    def _allowed(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            given = headers.get("x-api-key", "")  # where Anthropic's clients put it
-        token = given.strip().encode("latin-1", "replace")
-        return any([hmac.compare_digest(token, key) for key in self._keys])  # all of them: the time tells nothing
+    def _refusal(self, path: str, token: bytes) -> ApiError | None:
+        if path in ADMIN_PATHS and self._admin_keys:
+            return admin_only(path)
+        if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_FOLDER) or _matches(token, self._keys):
+            return None
+        return ApiError(401, "this server needs an API key: send the header 'Authorization: Bearer KEY'",
+                        code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def admin_only(what: str) -> ApiError:
+    return ApiError(403, f"{what} needs this server's admin key: send the header 'Authorization: Bearer KEY'",
+                    code="admin_key_required")
+
+
+def _token(headers: Headers) -> bytes:
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        given = headers.get("x-api-key", "")  # where Anthropic's clients put it
+    return given.strip().encode("latin-1", "replace")
+
+
+def _matches(token: bytes, keys: list[bytes]) -> bool:
+    return any([hmac.compare_digest(token, key) for key in keys])  # all of them: the time tells nothing
 
 
 class AnswerCounts:

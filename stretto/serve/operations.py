@@ -11,6 +11,7 @@ from stretto import __version__
 from stretto.serve.bodies import described, read_body
 from stretto.serve.errors import ApiError, JSONResponse, bad_request, model_not_found
 from stretto.serve.metrics import CONTENT_TYPE
+from stretto.serve.middleware import admin_only
 from stretto.serve.request_fields import check_fields, ignored_header
 from stretto.serve.schemas import AbortBody, ChatBody, DetokenizeRequest, TokenizeRequest
 from stretto.serve.service import Service
@@ -140,6 +141,8 @@ def aborts(service: Service) -> APIRouter:
         check_fields(body, service.settings.strict_requests)
         id = body.rid if body.rid is not None else body.request_id
         if body.abort_all:
+            if not request.scope["state"].get("is_admin", True):
+                raise admin_only("abort_all")
             return JSONResponse({"aborted": await service.abort_all()})
         if id is None:
             raise bad_request("give rid, or abort_all: true", "rid")

@@ -302,3 +302,9 @@ class GenerateRequest(Body):
         if value is not None and (isinstance(value, str) or isinstance(value[0], str)):
             raise ValueError("must be a list of token ids or a list of such lists; texts go into text")
         return value
+
+
+class TraceBody(Body):
+    """POST /start_profile"""
+
+    num_steps: Annotated[Integer, Field(ge=1)] | None = None

@@ -21,7 +21,7 @@ from typing import TypeVar
 from stretto.protocol import AsyncEngine, EngineDead, EngineInfo, Output, Request, RequestError, Usage
 from stretto.serve.errors import CLIENT_CLOSED, ApiError, bad_request, did_you_mean, model_not_found
 from stretto.serve.interfaces import ServeTokenizer
-from stretto.serve.metrics import INTER_TOKEN_LATENCY, REQUEST_LATENCY, TIME_TO_FIRST_TOKEN, ServerMetrics
+from stretto.serve.metrics import INTER_TOKEN_LATENCY, QUEUE_TIME, REQUEST_LATENCY, TIME_TO_FIRST_TOKEN, ServerMetrics
 from stretto.serve.prompts import PromptReader
 from stretto.serve.sampling import fit_max_tokens, in_request_words, to_sampling
 from stretto.serve.schemas import GenerationBody
@@ -240,6 +240,8 @@ class _Clock:
         now, key, tokens = time.monotonic(), (prompt, output.index), len(output.token_ids)
         if tokens and key not in self._last:
             self._metrics.histograms[TIME_TO_FIRST_TOKEN].observe(now - self._arrival)
+            if output.usage is not None and output.index == 0:  # the other choices wait for the first one
+                self._metrics.histograms[QUEUE_TIME].observe(output.usage.queue_seconds)
         elif tokens:
             self._metrics.histograms[INTER_TOKEN_LATENCY].observe((now - self._last[key]) / tokens, tokens)
         if tokens:

@@ -21,6 +21,7 @@ class ServeSettings:
     port: int = 8000
     served_model_names: tuple[str, ...] = ()  # the first is reported; empty: the engine's own model name
     api_keys: tuple[str, ...] = ()  # any of them opens the API; empty: open to all
+    admin_keys: tuple[str, ...] = ()  # open the operators' routes as well; empty: any API key does
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)  # of a model's generation_config
     strict_requests: bool = False  # True: an unknown request field is an error; False: named in X-Stretto-Ignored
     max_body_bytes: int = 32 * 2**20
@@ -33,6 +34,8 @@ class ServeSettings:
     drain_timeout: float = 30.0  # how long a shutdown waits for requests in flight
     stall_timeout: float = 25.0  # an engine loop that neither speaks nor computes for so long counts as wedged
     start_timeout: float = 1800.0  # loading and warm-up
+    generation_probe_timeout: float = 20.0  # of /health_generate
+    trace_steps: int = 20_000  # most steps of one trace
     tokenizer_threads: int = 4
     log_level: str = "info"
     access_log: bool = False
@@ -42,6 +45,6 @@ class ServeSettings:
         unknown = set(self.default_sampling) - set(DEFAULTABLE)
         if unknown:
             raise ValueError(f"default_sampling has {sorted(unknown)}; it takes {', '.join(DEFAULTABLE)}")
-        if any(not key for key in self.api_keys):
+        if any(not key for key in (*self.api_keys, *self.admin_keys)):
             raise ValueError("an API key is empty")
         object.__setattr__(self, "default_sampling", dict(self.default_sampling))

@@ -25,10 +25,12 @@ from stretto.protocol import (
     Action,
     EngineInfo,
     EngineStats,
+    FlushCache,
     Output,
     Request,
     RequestError,
     SessionInfo,
+    StepRecord,
     TokenLogprob,
     Usage,
 )
@@ -164,6 +166,7 @@ class ScriptedCore:
         self.waiting: list[Choice] = []
         self.running: list[Choice] = []
         self.seen: set[tuple[int, ...]] = set()
+        self.traced = self.trace_limit = 0
         self.counters = dict.fromkeys(("prompt_tokens", "generated_tokens", "cached_tokens", "retractions", "drafted",
                                        "accepted", "steps"), 0.0)
 
@@ -191,7 +194,18 @@ class ScriptedCore:
     def tick(self) -> None:
         self.counters["ticks"] = self.counters.get("ticks", 0.0) + 1
 
+    def trace(self, steps: int) -> list[StepRecord]:
+        """The scripted core has nothing to time: every step since the last call, in order."""
+        now = int(self.counters["steps"])
+        records = [StepRecord(seq, 1, seq, seq + 0.1, seq + 0.2, seq + 0.3, seq + 0.8, seq + 0.9, {"decode_tokens": 1})
+                   for seq in range(self.traced, min(now, self.traced + self.trace_limit))]
+        self.traced, self.trace_limit = now, steps
+        return records
+
     def manage(self, action: Action) -> tuple[list[SessionInfo], list[Output]]:
+        if isinstance(action, FlushCache):
+            self.seen.clear()
+            return [], []
         raise RequestError("a scripted core has no sessions", param="session_id")
 
     def abort(self, rid: str, received: int | None = None) -> list[Output]:
