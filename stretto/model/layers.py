@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from stretto.attn.api import Attend
 from stretto.model.config import ConfigError, RopeConfig
-from stretto.model.matrix import best_matrix
+from stretto.model.matrix import CudaMatrix, best_matrix
 from stretto.model.weights import Weights
 from stretto.ops.attend import StepAttention
 from stretto.ops.layer import GATES as ACTIVATIONS
@@ -51,12 +51,14 @@ class Linear:
         return self._matrix.add_to(residual, x)
 
     def normed(self, x: torch.Tensor, norm: RMSNorm, act: str | None = None) -> torch.Tensor:
-        """self(norm(x)), in fewer launches; with `act`, the gated halves of it, [T, rows / 2]."""
-        return self._matrix.normed(x, norm.weight, norm.eps, act)
+        """self(norm(x)), on CUDA in fewer launches; with `act`, the gated halves of it, [T, rows / 2]."""
+        if isinstance(self._matrix, CudaMatrix):
+            return self._matrix.normed(x, norm.weight, norm.eps, act)
+        return self(norm(x)) if act is None else self.gated(norm(x), act)
 
     def gated(self, x: torch.Tensor, act: str) -> torch.Tensor:
         """x [T, inputs] -> act(first half) * second half, [T, rows / 2]."""
-        return gate(self._matrix(x), act)
+        return gate(self(x), act)
 
 
 class RMSNorm:
@@ -95,7 +97,8 @@ class HeadNorm:
 
     def _spread(self, index: torch.Tensor) -> None:
         self.weight = self._both.view(2, -1)[index]  # [H + Hkv, D]
-        self.each = HeadWeights(*self._both.view(2, -1).unbind(0), self.eps)
+        q, k = self._both.view(2, -1).unbind(0)
+        self.each = HeadWeights(q, k, self.eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.shape, None, self.eps).mul_(self.weight)
@@ -137,17 +140,18 @@ class Rotary:
 
 
 def attend_heads(attend: Attend, layer: int, qkv: torch.Tensor, n_heads: int, rope: Rope,
-                 head_norm: HeadNorm | None) -> torch.Tensor:
+                 head_norm: HeadNorm | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """qkv [T, H + 2 Hkv, D] as projected: norms and rotates q and k, then attends. Returns [T, H, D]. On CUDA norm,
     rotation and the write of keys and values are one launch."""
     if qkv.is_cuda and isinstance(attend, StepAttention):
-        return attend.projected(layer, qkv, n_heads, rope, head_norm.each if head_norm is not None else None)
+        return attend.projected(layer, qkv, n_heads, rope, head_norm.each if head_norm is not None else None, sinks)
     rotated = (qkv.shape[1] + n_heads) // 2
     qk, v = qkv[:, :rotated], qkv[:, rotated:]
     if head_norm is not None:
         qk = head_norm(qk)
     qk = rotate(qk, rope)
-    return attend(layer, qk[:, :n_heads], qk[:, n_heads:], v)
+    q, k = qk[:, :n_heads], qk[:, n_heads:]
+    return attend(layer, q, k, v) if sinks is None else attend(layer, q, k, v, sinks)
 
 
 def rope_table(rope: RopeConfig, positions: int) -> torch.Tensor:

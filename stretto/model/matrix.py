@@ -32,10 +32,6 @@ class Matrix(Protocol):
         """residual [T, outputs] += self(x), in place; returns it."""
         ...
 
-    def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float, act: str | None = None) -> torch.Tensor:
-        """self(RMSNorm of x); with `act`, the two halves of that gated: act(first) * second, [T, outputs / 2]."""
-        ...
-
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """As self(x), in float32."""
         ...
@@ -49,10 +45,6 @@ class PlainMatrix:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias)
-
-    def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float, act: str | None = None) -> torch.Tensor:
-        y = self(rms_norm(x, norm, eps))
-        return y if act is None else gate(y, act)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return self(x).float()
@@ -78,9 +70,10 @@ class CudaMatrix(PlainMatrix):
         return residual if self._few(x, residual, add=True) else super().add_to(residual, x)
 
     def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float, act: str | None = None) -> torch.Tensor:
+        """self(RMSNorm of x); with `act`, the two halves of that gated: act(first) * second, [T, outputs / 2]."""
         gated = act in ("silu", "swish")
         if act is not None and not gated:
-            return super().normed(x, norm, eps, act)
+            return gate(self(rms_norm(x, norm, eps)), act)
         out = torch.empty(x.shape[0], self._weight.shape[0] // (1 + gated), dtype=x.dtype, device=x.device)
         if self._one(x, out, norm, eps, gated):
             return out
@@ -142,10 +135,6 @@ class PackedMatrix:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return residual.add_(self(x))
-
-    def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float, act: str | None = None) -> torch.Tensor:
-        y = self(rms_norm(x, norm, eps))
-        return y if act is None else gate(y, act)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return self(x).float()

@@ -1,5 +1,5 @@
-"""The Triton kernels of a step's ends: bind, the greedy choice, judge, commit, pack. References: `bind.py`, `commit.py`,
-`device/slots.py`, `device/record.py`. Imported only where they are going to run."""
+"""The Triton kernels of a step's ends: bind, the greedy choice, judge, commit, pack. References: `bind.py`,
+`commit.py`, `device/slots.py`, `device/record.py`. Imported only where they are going to run."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def rows_of(table: SlotTable, g: torch.Generator, n: int, padding: int) -> torch
     slots = torch.randperm(SLOTS - 1, generator=g)[:n].int() + 1
     epochs = torch.where(torch.rand(n, generator=g) < 0.8, table.ints[Int.EPOCH].cpu()[slots.long()], 7)
     caps = torch.randint(0, 9, (n,), generator=g, dtype=torch.int32)
-    return torch.cat([torch.stack([slots, epochs.int(), caps], 1), torch.zeros(padding, 3, dtype=torch.int32)]).to(DEVICE)
+    rows = torch.stack([slots, epochs.int(), caps], 1)
+    return torch.cat([rows, torch.zeros(padding, 3, dtype=torch.int32)]).to(DEVICE)
 
 
 def same(got: object, want: object) -> None:
