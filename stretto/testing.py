@@ -460,6 +460,42 @@ def check_switched_off(lab: Lab) -> None:
         raise AssertionError("a request was offered more drafts than it wanted")
 
 
+def check_soak(lab: Lab) -> None:
+    """Requests with common beginnings come and are aborted at random, in a pool too small for them."""
+    rng, vocab = random.Random(4), lab.target.vocab_size
+    stem = [rng.randrange(vocab) for _ in range(40)]
+    asks = [Ask(str(i), [*stem[: rng.choice((0, 9, 16, 24, 33))], *(rng.randrange(vocab) for _ in range(1 + i % 7))],
+                SamplingParams(temperature=rng.choice((0.0, 0.9)), seed=i, max_tokens=rng.randint(6, 44)))
+            for i in range(20)]
+    want, (cold, _) = lab.plain(asks), lab.drafted(asks, prefix_cache=False)
+    engine = make_engine(lab.model, lab.drafter, lab.target,
+                         lab.setup(page_size=4, pool_tokens=128, chunk=8, budget=48, overlap=True))
+    answers: dict[str, Answer] = {}
+    _watch_offers(engine, answers)
+    waiting, aborted = list(asks), set()
+    while engine.has_work or waiting:
+        while waiting and rng.random() < 0.3:
+            ask = waiting.pop(0)
+            engine.submit(Request(rid=ask.rid, tokens=list(ask.tokens), sampling=ask.sampling, want_text=False))
+        outputs = engine.step()
+        live = sorted(rid for rid, answer in answers.items() if answer.finish_reason is None)
+        if live and rng.random() < 0.04:
+            outputs += engine.abort(rng.choice(live))
+        for output in outputs:
+            answers.setdefault(output.rid, Answer()).add(output)
+            if output.finish_reason == "abort":
+                aborted.add(output.rid)
+    for rid, answer in answers.items():
+        n = len(answer.token_ids) if rid in aborted else None
+        if answer.token_ids != want[rid].token_ids[:n]:
+            raise AssertionError(f"soak: request {rid} gave {answer.token_ids}, not {want[rid].token_ids[:n]}")
+    same_offers(lab, answers, {rid: cold[rid] for rid in answers}, "soak")
+    engine.host.audit()
+    if not aborted or not counters(engine)["cached_tokens"]:
+        raise AssertionError("nobody was aborted, or nothing shared: this check did nothing")
+
+
 CHECKS: tuple[Callable[[Lab], None], ...] = (
     check_greedy_text, check_sampled_text, check_distribution, check_random_caps, check_skipped_rows,
-    check_mixed_steps, check_retraction, check_prefix_hits, check_choices, check_sessions, check_switched_off)
+    check_mixed_steps, check_retraction, check_prefix_hits, check_choices, check_sessions, check_switched_off,
+    check_soak)

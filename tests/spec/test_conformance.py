@@ -54,6 +54,15 @@ def name_of(check) -> str:
     return check.__name__.removeprefix("check_")
 
 
+CASES = {"greedy_text": "case_1_01-case_1_03-case_4_01", "sampled_text": "case_1_09-case_2_01-case_2_03",
+         "distribution": "case_1_05", "mixed_steps": "case_4_05", "soak": "case_1_03"}
+
+
+def id_of(kind: str, check) -> str:
+    """With the field's cases that the check carries."""
+    return "-".join(filter(None, (kind, name_of(check), CASES.get(name_of(check)))))
+
+
 # eagle3 (taps, seams, a cell made of two positions) and dflash (blocks) stand for their relatives in the default run
 ALWAYS = {"eagle3": {name_of(c) for c in CHECKS}, "dflash": {"greedy_text", "prefix_hits", "choices", "mixed_steps"},
           "standalone": {"greedy_text", "sampled_text"}, "ngram": {"greedy_text"}, "eagle": {"choices"},
@@ -61,14 +70,14 @@ ALWAYS = {"eagle3": {name_of(c) for c in CHECKS}, "dflash": {"greedy_text", "pre
 
 
 @pytest.mark.parametrize(("kind", "check"), [
-    pytest.param(kind, check, id=f"{kind}-{name_of(check)}", marks=() if name_of(check) in chosen else pytest.mark.full)
+    pytest.param(kind, check, id=id_of(kind, check), marks=() if name_of(check) in chosen else pytest.mark.full)
     for kind, chosen in ALWAYS.items() for check in CHECKS])
 def test_drafter(kind: str, check, labs) -> None:
     check(labs(kind))
 
 
 @pytest.mark.parametrize(("kind", "check"), [
-    pytest.param(kind, check, id=f"{kind}-{name_of(check)}",
+    pytest.param(kind, check, id=id_of(kind, check),
                  marks=() if (kind, name_of(check)) in (("eagle3", "prefix_hits"), ("dflash", "greedy_text"))
                  else pytest.mark.full)
     for kind in ("standalone", "eagle3", "dflash") for check in CHECKS])
