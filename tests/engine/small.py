@@ -35,14 +35,35 @@ def family(name: str, window: int | None) -> tuple[type, transformers.Pretrained
     t = transformers
     mixed = ["full_attention", "sliding_attention", "sliding_attention"] if window else ["full_attention"] * 3
     qwen_window = dict(use_sliding_window=bool(window), sliding_window=window, layer_types=mixed)
+    no_ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    experts = dict(num_local_experts=4, num_experts_per_tok=2)
     made = {
         "llama": lambda: (t.LlamaForCausalLM, t.LlamaConfig(**SHAPE)),
         "mistral": lambda: (t.MistralForCausalLM, t.MistralConfig(**SHAPE, sliding_window=window)),
         "qwen2": lambda: (t.Qwen2ForCausalLM, t.Qwen2Config(**SHAPE, **qwen_window)),
         "qwen3": lambda: (t.Qwen3ForCausalLM, t.Qwen3Config(**SHAPE, head_dim=16, **qwen_window)),
-        "olmo2": lambda: (t.Olmo2ForCausalLM, t.Olmo2Config(**SHAPE)),  # through the fallback
-        "gemma2": lambda: (t.Gemma2ForCausalLM, t.Gemma2Config(  # through the fallback: soft-cap, mixed windows
+        "olmo2": lambda: (t.Olmo2ForCausalLM, t.Olmo2Config(**SHAPE)),
+        "gemma2": lambda: (t.Gemma2ForCausalLM, t.Gemma2Config(  # soft-cap, mixed windows
             **SHAPE, head_dim=16, sliding_window=window or CONTEXT, query_pre_attn_scalar=16)),
+        "gemma3": lambda: (t.Gemma3ForCausalLM, t.Gemma3TextConfig(  # two rotations, mixed windows
+            **SHAPE, head_dim=16, sliding_window=window or CONTEXT, query_pre_attn_scalar=16,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+        "phi3": lambda: (t.Phi3ForCausalLM, t.Phi3Config(**SHAPE, **no_ids, sliding_window=window, rope_parameters={
+            "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75})),
+        "glm4": lambda: (t.Glm4ForCausalLM, t.Glm4Config(**SHAPE, **no_ids, head_dim=16)),
+        "mixtral": lambda: (t.MixtralForCausalLM, t.MixtralConfig(**SHAPE, **experts, sliding_window=window)),
+        "qwen3_moe": lambda: (t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig(
+            **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16,
+            norm_topk_prob=True, decoder_sparse_step=2)),
+        "gpt_oss": lambda: (t.GptOssForCausalLM, t.GptOssConfig(  # sinks, experts, mixed windows
+            **SHAPE, **experts, head_dim=16, sliding_window=window or CONTEXT, rope_parameters={
+                "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64,
+                "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False})),
+        "granite": lambda: (t.GraniteForCausalLM, t.GraniteConfig(  # through the fallback
+            **SHAPE, logits_scaling=3.0, attention_multiplier=0.3)),
+        "olmo3": lambda: (t.Olmo3ForCausalLM, t.Olmo3Config(  # through the fallback
+            **SHAPE, pad_token_id=0, sliding_window=window or CONTEXT, layer_types=[
+                "sliding_attention", "full_attention", "sliding_attention"])),
     }
     return made[name]()
 

@@ -72,11 +72,7 @@ def save_works(folder, name):
 
 
 def load(folder, **options):
-    return load_model(folder, dtype=torch.float32, device=CPU, **options)
-
-
-def load_by_fallback(folder, **options):
-    """Llama has a native model; here it serves as the simplest foreign one."""
+    """Through transformers, even where there is a native model."""
     raw, generation = read_config(folder)
     return load_fallback(folder, raw, generation, dtype=torch.float32, device=CPU, **options)
 
@@ -142,7 +138,8 @@ def test_a_text_model_beside_a_vision_tower_of_equal_depth(tmp_path):
 
 def test_bfloat16(tmp_path):
     save_works(tmp_path, "olmo2")
-    model = load_model(tmp_path, dtype=torch.bfloat16, device=CPU)
+    raw, generation = read_config(tmp_path)
+    model = load_fallback(tmp_path, raw, generation, dtype=torch.bfloat16, device=CPU)
     assert model.dtype is torch.bfloat16 and run(model, ids_of(5)).dtype is torch.float32
 
 
@@ -226,7 +223,7 @@ def test_a_layer_that_skips_attention_is_refused(tmp_path, monkeypatch):
     save(tmp_path, "Llama")
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
     with pytest.raises(UnsupportedModel, match="has 3 layers but made 2 attention calls"):
-        load_by_fallback(tmp_path)
+        load(tmp_path)
 
 
 def test_attention_with_something_more_is_refused(tmp_path, monkeypatch):
@@ -239,7 +236,7 @@ def test_attention_with_something_more_is_refused(tmp_path, monkeypatch):
     save(tmp_path, "Llama")
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", with_bias)
     with pytest.raises(UnsupportedModel, match="its logits differ from transformers' own"):
-        load_by_fallback(tmp_path)
+        load(tmp_path)
 
 
 def test_a_second_path_to_earlier_tokens_is_refused(tmp_path, monkeypatch):
@@ -251,7 +248,7 @@ def test_a_second_path_to_earlier_tokens_is_refused(tmp_path, monkeypatch):
     save(tmp_path, "Llama")
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", shifted)
     with pytest.raises(UnsupportedModel, match="something other than attention reads earlier"):
-        load_by_fallback(tmp_path)
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("mask, window", [
@@ -312,6 +309,11 @@ def test_case_18_13_a_refused_model_leaves_nothing_behind(tmp_path):
     with pytest.raises(UnsupportedModel):
         load(tmp_path)
     assert global_state() == before
+
+
+def test_a_model_without_a_native_family_is_loaded_through_transformers(tmp_path):
+    save_works(tmp_path, "granite")
+    assert isinstance(load_model(tmp_path, dtype=torch.float32, device=CPU), FallbackModel)
 
 
 def test_the_read_config_is_left_alone(tmp_path):

@@ -35,20 +35,20 @@ def example(monkeypatch):
     module = types.ModuleType("olmo_for_stretto")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(code.group(1), str(PAGE), "exec"), module.__dict__)
-    install(monkeypatch, Olmo2ForCausalLM="olmo_for_stretto:Olmo2")
+    install(monkeypatch, OlmoForCausalLM="olmo_for_stretto:Olmo")
     return module
 
 
 def test_the_example_of_the_documentation_equals_transformers(example, tmp_path):
-    oracle = save(tmp_path, "Olmo2", num_key_value_heads=2)
+    oracle = save(tmp_path, "Olmo", num_key_value_heads=2)
     model, ids = load_model(tmp_path, dtype=torch.float32, device=CPU), ids_of(20)
-    assert type(model) is example.Olmo2
+    assert type(model) is example.Olmo
     torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
     assert greedy(model, ids, 8) == oracle_greedy(oracle, ids, 8)
 
 
 def test_the_example_fills_taps(example, tmp_path):
-    oracle = save(tmp_path, "Olmo2")
+    oracle = save(tmp_path, "Olmo")
     model, ids = load_model(tmp_path, dtype=torch.float32, device=CPU), ids_of(6)
     taps = dict.fromkeys(("hidden.0", "hidden.last"))
     run(model, ids, taps=taps)
@@ -58,7 +58,7 @@ def test_the_example_fills_taps(example, tmp_path):
 
 
 def test_the_example_has_its_weights_checked(example, tmp_path):
-    save(tmp_path, "Olmo2", num_hidden_layers=2)
+    save(tmp_path, "Olmo", num_hidden_layers=2)
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
     with pytest.raises(WeightError, match=r"missing: model\.layers\.2\."):
