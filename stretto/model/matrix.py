@@ -9,7 +9,7 @@ packed, and then runs as two equal rows. So a model's text on a CPU is the same 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from stretto.ops.launch import overlaps
 from stretto.ops.layer import gate, rms_norm
 from stretto.ops.skinny import few_rows_blocks, fits, one_row_blocks
+
+if TYPE_CHECKING:
+    from stretto.ops.triton_skinny import Blocks
 
 _ROWS = 16  # the layout is chosen for this many rows; it serves 1 to thousands about as well
 
@@ -63,60 +66,59 @@ class CudaMatrix(PlainMatrix):
         self._arrivals = torch.zeros(-(-weight.shape[0] // 16), dtype=torch.int32, device=weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(x.shape[0], self._weight.shape[0], dtype=x.dtype, device=x.device)
-        return out if self._few(x, out) else super().__call__(x)
+        blocks = self._blocks(x, self._outputs, False)
+        return super().__call__(x) if blocks is None else self._launch(x, blocks, self._empty(x, self._outputs))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return residual if self._few(x, residual, add=True) else super().add_to(residual, x)
+        blocks = self._blocks(x, self._outputs, False) if residual.is_contiguous() else None
+        return super().add_to(residual, x) if blocks is None else self._launch(x, blocks, residual, add=True)
 
     def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float, act: str | None = None) -> torch.Tensor:
         """self(RMSNorm of x); with `act`, the two halves of that gated: act(first) * second, [T, outputs / 2]."""
         gated = act in ("silu", "swish")
-        if act is not None and not gated:
-            return gate(self(rms_norm(x, norm, eps)), act)
-        out = torch.empty(x.shape[0], self._weight.shape[0] // (1 + gated), dtype=x.dtype, device=x.device)
-        if self._one(x, out, norm, eps, gated):
-            return out
-        x = rms_norm(x, norm, eps)
-        if self._few(x, out, gated=gated):
-            return out
-        y = super().__call__(x)
-        return y if act is None else gate(y, act)
+        outputs = self._outputs // (1 + gated)
+        blocks = self._blocks(x, outputs, gated) if gated or act is None else None
+        if blocks is None:
+            y = self(rms_norm(x, norm, eps))
+            return y if act is None else gate(y, act)
+        if x.shape[0] == 1:
+            return self._launch(x, blocks, self._empty(x, outputs), norm, eps, gated)
+        return self._launch(rms_norm(x, norm, eps), blocks, self._empty(x, outputs), gated=gated)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The float32 sums themselves: rounding them would make ties."""
-        out = torch.empty(x.shape[0], self._weight.shape[0], dtype=torch.float32, device=x.device)
-        if self._few(x, out):
-            return out
+        out, blocks = self._empty(x, self._outputs, torch.float32), self._blocks(x, self._outputs, False)
+        if blocks is not None:
+            return self._launch(x, blocks, out)
         torch.mm(x, self._transposed, out_dtype=torch.float32, out=out)
         return out if self._bias is None else out.add_(self._bias)
 
-    def _one(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.0,
-             gated: bool = False, add: bool = False) -> bool:
-        """One row into `out`; False where no kernel of ours fits."""
-        blocks = one_row_blocks(out.shape[1], x.shape[1]) if x.shape[0] == 1 and _plain(x, out) else None
-        if blocks is None:
-            return False
-        from stretto.ops.triton_skinny import launch_one_row
+    @property
+    def _outputs(self) -> int:
+        return self._weight.shape[0]
 
-        launch_one_row(x, self._weight, out, blocks, self._pdl, norm, eps, self._bias, gated, add)
-        return True
+    @staticmethod
+    def _empty(x: torch.Tensor, outputs: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(x.shape[0], outputs, dtype=dtype or x.dtype, device=x.device)
 
-    def _few(self, x: torch.Tensor, out: torch.Tensor, gated: bool = False, add: bool = False) -> bool:
-        """One or few rows into `out`; False where no kernel of ours fits or is faster."""
-        if x.shape[0] <= 1:
-            return x.shape[0] == 0 or self._one(x, out, gated=gated, add=add)
-        blocks = few_rows_blocks(x.shape[0], out.shape[1], x.shape[1], gated) if _plain(x, out) else None
-        if blocks is None:
-            return False
-        from stretto.ops.triton_skinny import launch_few_rows
+    @staticmethod
+    def _blocks(x: torch.Tensor, outputs: int, gated: bool) -> Blocks | None:
+        """Of our kernel for so many rows; None where there is none, or torch's product is as fast."""
+        rows, inputs = x.shape
+        if rows == 0 or x.stride(1) != 1:
+            return None
+        return one_row_blocks(outputs, inputs, gated) if rows == 1 else few_rows_blocks(rows, outputs, inputs, gated)
 
-        launch_few_rows(x, self._weight, out, blocks, self._pdl, self._arrivals, self._bias, gated, add)
-        return True
+    def _launch(self, x: torch.Tensor, blocks: Blocks, out: torch.Tensor, norm: torch.Tensor | None = None,
+                eps: float = 0.0, gated: bool = False, add: bool = False) -> torch.Tensor:
+        """Only a single row can be normed on the way. Returns `out`."""
+        from stretto.ops.triton_skinny import launch_few_rows, launch_one_row
 
-
-def _plain(x: torch.Tensor, out: torch.Tensor) -> bool:
-    return x.stride(1) == 1 and out.is_contiguous()
+        if x.shape[0] == 1:
+            launch_one_row(x, self._weight, out, blocks, self._pdl, norm, eps, self._bias, gated, add)
+        else:
+            launch_few_rows(x, self._weight, out, blocks, self._pdl, self._arrivals, self._bias, gated, add)
+        return out
 
 
 class PackedMatrix:

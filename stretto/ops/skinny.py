@@ -1,6 +1,7 @@
 """A weight matrix times a few rows: which kernel, with which blocks. torch's product (cuBLAS) wherever none is better.
 
-Everything is decided by sizes alone, so that equal buckets run equal kernels.
+Everything is decided by sizes alone, so that equal buckets run equal kernels. The numbers come from
+`benchmarks/skinny_gpu.py` on an H200.
 """
 
 from __future__ import annotations
@@ -13,16 +14,24 @@ if TYPE_CHECKING:
     from stretto.ops.triton_skinny import Blocks
 
 MOST_ROWS = 64  # above, the product is no longer bound by reading the weights alone, and cuBLAS is ahead
+HEAD = 32768  # outputs from which a matrix is as long as a vocabulary
+SMALL = 8 << 20  # elements below which a matrix is read in a few microseconds
 
 
-def one_row_blocks(outputs: int, inputs: int) -> Blocks | None:
-    """None where the sizes do not fit the kernel's blocks."""
+def one_row_blocks(outputs: int, inputs: int, gated: bool) -> Blocks | None:
+    """None where torch's product is as fast, or the sizes do not fit the kernel's blocks."""
     from stretto.ops.triton_skinny import Blocks
 
-    for blocks in (Blocks(4, 2048, 1, 4), Blocks(4, 1024, 2, 4)) if outputs <= 8192 else (Blocks(8, 1024, 4, 4),):
-        if outputs % blocks.outputs == 0 and inputs % blocks.columns == 0:
-            return blocks
-    return None
+    if outputs >= HEAD and inputs < 2048:
+        return None
+    small = outputs * inputs * (1 + gated) <= SMALL
+    if gated:
+        wanted = [Blocks(4, 1024, 2 if small else 4, 4, ahead=1024 if small else 64)]
+    else:
+        wanted = [Blocks(4, 2048, 1, 4, ahead=64 if outputs >= HEAD else 1024),
+                  Blocks(8, 1024, 1, 4, ahead=64) if inputs == 1024 else Blocks(4, 1024, 4, 4, ahead=1024)]
+    wanted += [Blocks(8, 512, 2, 4), Blocks(8, 256, 2, 4, ahead=64)]
+    return next((b for b in wanted if outputs % b.outputs == 0 and inputs % b.columns == 0), None)
 
 
 def few_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool) -> Blocks | None:
@@ -32,14 +41,18 @@ def few_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool) -> Blocks
     if rows > MOST_ROWS:
         return None
     if gated:
-        blocks = Blocks(64, 128, 4, 4)
-    elif outputs > 32768:
-        blocks = Blocks(128, 128, 4, 8)
-    elif outputs * inputs <= 4 << 20:
-        blocks = Blocks(32, 256, 4, 2)
+        wanted = Blocks(64, 128, 4, 4)
+    elif outputs >= HEAD:
+        wanted = Blocks(128, 128, 4, 8)
+    elif outputs * inputs > SMALL:
+        split = 2 if outputs < 64 * 96 else 1  # too few tiles of outputs to fill the device
+        wanted = Blocks(64, 256, 4, 4, split) if rows <= 32 else Blocks(64, 128, 6 if split == 2 else 4, 4, split)
+    elif outputs >= 2048:
+        wanted = Blocks(32, 256, 4, 2) if rows <= 32 else Blocks(64, 128, 4, 4)
     else:
-        return None
-    return blocks if outputs % blocks.outputs == 0 and inputs % blocks.columns == 0 else None
+        wanted = Blocks(16, 256, 4, 2, 4 if rows <= 16 else 2)
+    fitting = outputs % wanted.outputs == 0 and inputs % (wanted.columns * wanted.split) == 0
+    return wanted if fitting and inputs >= wanted.ahead else None
 
 
 def fits(weight: torch.Tensor) -> bool:
