@@ -14,6 +14,7 @@ Flags have vLLM's names where vLLM has the flag. The string below a field is its
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from stretto.compat import (
@@ -129,8 +130,18 @@ class ServeSection:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
+    uds: Path | None = None
+    """Listen on this Unix socket instead of a port."""
+    ssl_certfile: Path | None = None
+    """Certificate, with its chain, for TLS; needs --ssl-keyfile."""
+    ssl_keyfile: Path | None = None
+    """Private key of the certificate."""
+    root_path: str = ""
+    """Path under which a proxy shows the server."""
     api_key: tuple[str, ...] = ()
     """A key that clients must send; may be given several times."""
+    admin_api_key: tuple[str, ...] = ()
+    """A key of operators: for /flush_cache, /start_profile, /stop_profile and aborting everything. Default: any key."""
     served_model_name: tuple[str, ...] = ()
     """Names by which clients may call the model. Default: the last part of the model's path."""
     generation_config: Literal["auto", "none"] = "auto"
@@ -139,8 +150,18 @@ class ServeSection:
     """Refuse requests with unknown fields instead of naming them in a response header."""
     drain_timeout: float = 30.0
     """Seconds that running requests get to finish when the server is told to stop."""
+    stall_timeout: float = 25.0
+    """Seconds after which an engine that neither speaks nor computes counts as wedged."""
+    max_live_requests: int = 4096
+    """Most requests that run and wait; a further one is told to come back (429)."""
+    max_body_bytes: int = 32 * 2**20
+    """Largest request body in bytes."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""
+    log_format: Literal["text", "json"] = "text"
+    """One line of text, or one JSON object, for each message."""
+    access_log: bool = False
+    """Log every HTTP request."""
 
 
 @dataclass(frozen=True)
@@ -349,6 +370,13 @@ class _Resolution:
                          "it is a fraction of the memory", "set a number above 0 and up to 1")
         if not 0 <= serve.port <= 65535:
             self._refuse(f"--port {serve.port}", "any network", "ports are 0..65535", "choose another")
+        if (serve.ssl_certfile is None) != (serve.ssl_keyfile is None):
+            given, lacks = ("certfile", "keyfile") if serve.ssl_certfile is not None else ("keyfile", "certfile")
+            self._refuse(f"--ssl-{given}", "TLS", "it needs a certificate and its key", f"give --ssl-{lacks} as well")
+        for name, least in (("stall_timeout", 1), ("max_live_requests", 1), ("max_body_bytes", 1024)):
+            if getattr(serve, name) < least:
+                self._refuse(f"--{name.replace('_', '-')} {getattr(serve, name)}", "any server",
+                             f"it must be at least {least}", "leave it out")
         self._check_exclusive()
 
     def _check_exclusive(self) -> None:

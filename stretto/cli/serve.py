@@ -28,18 +28,22 @@ from stretto.cli.options import (
 from stretto.cli.report import print_report
 from stretto.cli.starting import prepare_or_fail
 from stretto.engine.build import Prepared, build_core
+from stretto.logs import set_up_logging
 from stretto.model.hub import DEFAULT_NAME
 from stretto.protocol import EngineInfo
 from stretto.serve.server import run_server
 from stretto.serve.settings import ServeSettings
 from stretto.text.tokenizer import load_tokenizer
 
+SAME_NAME = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "root_path", "strict_requests", "drain_timeout",
+             "stall_timeout", "max_live_requests", "max_body_bytes", "log_level", "log_format", "access_log")
+
 
 def serve(model: ModelOptions = MODEL, *, kv: KVOptions = KV, schedule: ScheduleOptions = SCHEDULE,
           speculation: SpeculationOptions = SPECULATION, parallel: ParallelOptions = PARALLEL,
           serve: ServeOptions = SERVE) -> int:
     """Serve a model over HTTP, with OpenAI's API, until SIGTERM or Ctrl-C."""
-    logging.basicConfig(level=serve.log_level.upper(), format="%(levelname)s:     %(message)s")
+    set_up_logging(serve.log_level, serve.log_format)
     prepared = prepare_or_fail(engine_config(model, kv, schedule, speculation, parallel, serve))
     console = Console(stderr=True)
 
@@ -62,6 +66,6 @@ def serve_settings(prepared: Prepared) -> ServeSettings:
     config = prepared.resolved.config
     names = config.serve.served_model_name or ((DEFAULT_NAME,) if config.model.model is None else ())
     return ServeSettings(
-        host=config.serve.host, port=config.serve.port, served_model_names=names, api_keys=config.serve.api_key,
-        default_sampling=dict(prepared.resolved.sampling_defaults), strict_requests=config.serve.strict_requests,
-        drain_timeout=config.serve.drain_timeout, log_level=config.serve.log_level)
+        served_model_names=names, default_sampling=dict(prepared.resolved.sampling_defaults),
+        api_keys=config.serve.api_key, admin_keys=config.serve.admin_api_key,
+        **{name: getattr(config.serve, name) for name in SAME_NAME})

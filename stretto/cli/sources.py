@@ -221,7 +221,7 @@ def read_variables(environment: Mapping[str, str], notes: list[str]) -> dict[str
             continue
         if name not in known:
             notes.append(f"the variable {variable} is not a setting{_suggestion(name, known, PREFIX)}")
-        elif name in ("api_key", "served_model_name"):
+        elif name in ("api_key", "admin_api_key", "served_model_name"):
             found[name] = [part for part in re.split(r"[,\s]+", value) if part]
         else:
             found[name] = value

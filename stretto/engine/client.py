@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import Literal
 
 import msgspec
 import zmq
@@ -36,14 +37,15 @@ class EngineClient:
 
     @classmethod
     async def start(cls, factory: CoreFactory, *, stall_timeout: float = 25.0, start_timeout: float = 1800.0,
-                    on_progress: Callable[[str], None] | None = None, log_level: int = logging.INFO) -> EngineClient:
+                    on_progress: Callable[[str], None] | None = None, log_level: int = logging.INFO,
+                    log_format: Literal["text", "json"] = "text") -> EngineClient:
         """Spawns the process and waits until its core is ready.
 
         Args:
             factory: makes the EngineCore in the child; picklable, for the child is spawned.
             on_progress: called with each line that the start-up logs.
         Raises EngineDead with the child's error when it cannot start; the child is gone by then."""
-        client = cls(EngineProcess(factory, log_level), stall_timeout)
+        client = cls(EngineProcess(factory, log_level, log_format), stall_timeout)
         try:
             client._begin(on_progress)
             client.info = await asyncio.wait_for(asyncio.shield(client._router.started), start_timeout)

@@ -25,12 +25,14 @@ import time
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import zmq
 
 from stretto.engine.loop import Core, CoreFactory, run_loop
 from stretto.engine.messages import Command, Event
+from stretto.logs import set_up_logging
 
 PARENT_POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -66,12 +68,13 @@ def _die_with_parent(parent_pid: int) -> None:
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
-def _child_main(factory: CoreFactory, address: str, parent_pid: int, log_level: int) -> None:
+def _child_main(factory: CoreFactory, address: str, parent_pid: int, log_level: int,
+                log_format: Literal["text", "json"]) -> None:
     """Runs in the child. Exits with 0 after Shutdown, with 1 when the engine failed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent(parent_pid)
-    logging.basicConfig(level=log_level, format="%(levelname)s:     [engine] %(message)s")
+    set_up_logging(log_level, log_format, "engine")
     context = zmq.Context()
     commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket in (commands, events):
@@ -104,7 +107,8 @@ class EngineProcess:
 
     Start it on a thread that lives as long as the engine shall: Linux ties the child's life to that thread."""
 
-    def __init__(self, factory: CoreFactory, log_level: int = logging.INFO):
+    def __init__(self, factory: CoreFactory, log_level: int = logging.INFO,
+                 log_format: Literal["text", "json"] = "text"):
         self._folder = Path(tempfile.mkdtemp(prefix="stretto-"))  # mode 0700
         address = f"ipc://{self._folder}/engine"
         self.context = zmq.Context()
@@ -115,7 +119,7 @@ class EngineProcess:
         self.events_address = f"{address}-events"
         self._encoder = msgspec.msgpack.Encoder()
         self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
-            target=_child_main, args=(factory, address, os.getpid(), log_level), name="stretto engine")
+            target=_child_main, args=(factory, address, os.getpid(), log_level, log_format), name="stretto engine")
 
     def start(self) -> None:
         self.process.start()

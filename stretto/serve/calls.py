@@ -63,8 +63,8 @@ async def answer(service: Service, request: Request, prepare: Callable[[], Await
                  failure: Callable[[ApiError], bytes] = openai_failure) -> Response:
     """Streamed or whole; a client that goes away ends the work either way.
 
-    `names`: field of the chat or completion body -> field of the API that was called, for errors (None: the same). `failure`: the event
-    that ends a stream which was opened and cannot go on."""
+    `names`: field of the chat or completion body -> field of the API that was called, for errors; None: the same.
+    `failure`: the event that ends a stream which was opened and cannot go on."""
 
     async def run() -> Response:
         with in_words_of(names or {}):

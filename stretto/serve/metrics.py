@@ -138,8 +138,8 @@ class ServerMetrics(Collector):
         counters, labels = self._snapshot.counters, list(self._labels.values())
         for family_name, (label, names, text) in BY_KIND.items():
             family = CounterMetricFamily(family_name, text, labels=[*self._labels, *filter(None, [label])])
-            for value, name in names.items():
-                family.add_metric([*labels, *filter(None, [value])], counters.get(name, 0.0))
+            for kind, name in names.items():
+                family.add_metric([*labels, *filter(None, [kind])], counters.get(name, 0.0))
             yield family
         for start, (family_names, text) in BY_PLACE.items():
             places = {name.partition(".")[2]: value for name, value in counters.items() if name.startswith(f"{start}.")}

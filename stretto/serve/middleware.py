@@ -9,6 +9,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stretto.logs import request_id
 from stretto.serve.errors import ApiError
 from stretto.serve.metrics import ServerMetrics
 
@@ -33,12 +34,17 @@ class RequestIds:
         state = scope.setdefault("state", {})
         state["request_id"], state["request_id_given"] = (given if good else uuid.uuid4().hex), good
 
+        token = request_id.set(state["request_id"])
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = state["request_id"]
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
+        try:
+            await self.app(scope, receive, send_with_id)
+        finally:
+            request_id.reset(token)
 
 
 class ApiKeys:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -96,9 +98,29 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def url_of(sock: socket.socket) -> str:
+def bind_unix(path: Path) -> socket.socket:
+    """A listening Unix socket. A file that a dead server has left is replaced; a living one's is not. Raises OSError
+    that names it."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+                if other.connect_ex(str(path)) != errno.ECONNREFUSED:
+                    raise OSError(errno.EADDRINUSE, "another server listens there")
+            path.unlink()
+        sock.bind(str(path))
+    except OSError as e:
+        sock.close()
+        raise OSError(e.errno, f"cannot listen on {path}: {e.strerror}; choose another --uds") from e
+    return sock
+
+
+def url_of(sock: socket.socket, tls: bool = False) -> str:
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _allow_many_connections() -> None:
@@ -124,10 +146,11 @@ class _Server:
         server = _Uvicorn(uvicorn.Config(
             self.gate, http="httptools", ws="none", lifespan="off", log_level=settings.log_level, server_header=False,
             access_log=settings.access_log, timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(LAST_ANSWERS_SECONDS)))
+            timeout_graceful_shutdown=int(LAST_ANSWERS_SECONDS), log_config=None, ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile))
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         try:
-            return await self._run_engine(url_of(sock))
+            return await self._run_engine(url_of(sock, settings.ssl_certfile is not None))
         finally:
             server.should_exit = True
             await serving
@@ -162,7 +185,8 @@ class _Server:
         loading = asyncio.create_task(asyncio.to_thread(self.tokenizer_factory))
         engine = await EngineClient.start(
             self.engine_factory, stall_timeout=settings.stall_timeout, start_timeout=settings.start_timeout,
-            on_progress=self.gate.note, log_level=logging.getLevelName(settings.log_level.upper()))
+            on_progress=self.gate.note, log_level=logging.getLevelName(settings.log_level.upper()),
+            log_format=settings.log_format)
         try:
             return engine, await loading
         except BaseException:
@@ -208,7 +232,11 @@ def run_server(engine_factory: CoreFactory, tokenizer_factory: TokenizerFactory,
         on_ready: called once with the engine's info and the server's URL.
     Returns the exit code: 0 after a stop that was asked for, 1 when the engine failed.
     Raises OSError when the address is taken."""
-    sock = bind(settings.host, settings.port)
+    sock = bind(settings.host, settings.port) if settings.uds is None else bind_unix(settings.uds)
     _allow_many_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Server(engine_factory, tokenizer_factory, settings, on_ready).run(sock))
+        try:
+            return runner.run(_Server(engine_factory, tokenizer_factory, settings, on_ready).run(sock))
+        finally:
+            if settings.uds is not None:
+                settings.uds.unlink(missing_ok=True)

@@ -255,8 +255,11 @@ class _Clock:
         seconds = time.monotonic() - self._arrival
         if self._unfinished == 0:
             self._metrics.histograms[REQUEST_LATENCY].observe(seconds)
+        reasons = sorted(set(self._reasons))
         log.info("%s: %d prompt tokens, %d of %d choices finished (%s), %.3f s", self._id, self._prompt,
-                 len(self._reasons), self._choices, ", ".join(sorted(set(self._reasons))) or "none", seconds)
+                 len(self._reasons), self._choices, ", ".join(reasons) or "none", seconds,
+                 extra={"id": self._id, "prompt_tokens": self._prompt, "choices": self._choices, "seconds": seconds,
+                        "finished": len(self._reasons), "finish_reasons": reasons})
 
 
 def total_usage(last: dict[tuple[int, int], Usage], requests: list[Request]) -> dict:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
                "max_tokens")
@@ -19,6 +21,9 @@ class ServeSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: Path | None = None  # a Unix socket to listen on, instead of host and port
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
     served_model_names: tuple[str, ...] = ()  # the first is reported; empty: the engine's own model name
     api_keys: tuple[str, ...] = ()  # any of them opens the API; empty: open to all
     admin_keys: tuple[str, ...] = ()  # open the operators' routes as well; empty: any API key does
@@ -38,6 +43,7 @@ class ServeSettings:
     trace_steps: int = 20_000  # most steps of one trace
     tokenizer_threads: int = 4
     log_level: str = "info"
+    log_format: Literal["text", "json"] = "text"  # of the engine process; this one's logging is set up by its owner
     access_log: bool = False
     root_path: str = ""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,7 @@ import httpx
 import psutil
 import pytest
 
-from stretto.serve.server import bind, url_of
+from stretto.serve.server import bind, bind_unix, url_of
 from stretto.serve.settings import ServeSettings
 from tests.serve.conftest import events
 
@@ -180,3 +182,47 @@ def test_urls():
 def test_settings_are_checked(fields: dict[str, Any]):
     with pytest.raises(ValueError):
         ServeSettings(**fields)
+
+
+def test_a_unix_socket_is_served_and_removed(tmp_path: Path):
+    path = tmp_path / "s.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))  # a file that nobody listens on is replaced
+    with program(uds=str(path)) as server:
+        server.http = httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://unix")
+        server.until("/readyz", 200)
+        assert server.complete("say:hi").json()["choices"][0]["text"] == "hi"
+        with pytest.raises(OSError, match="another server"):
+            bind_unix(path)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0 and not path.exists()
+
+
+def test_tls(tmp_path: Path):
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    subprocess.run([openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+                    "-keyout", key, "-out", certificate, "-days", "1", "-subj", "/CN=localhost", "-addext",
+                    "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    with program(ssl_certfile=str(certificate), ssl_keyfile=str(key)) as server:
+        server.http = httpx.Client(verify=ssl.create_default_context(cafile=certificate), trust_env=False,
+                                   base_url=f"https://localhost:{server.port}")
+        server.until("/readyz", 200)
+        assert server.complete("say:hi").json()["choices"][0]["text"] == "hi"
+
+
+def test_logs_are_json_with_request_ids():
+    with program(log_format="json") as server:
+        server.until("/readyz", 200)
+        answer = server.http.post("/v1/completions", json={"prompt": "say:hi"}, headers={"X-Request-Id": "mine"})
+        assert answer.status_code == 200
+        assert server.http.post("/v1/completions", json={"prompt": "fault:x"}).status_code == 500
+        server.process.wait(20)
+        print(server.log())  # shown where a line is not JSON
+        entries = [json.loads(line) for line in server.log().splitlines()]
+    done = next(entry for entry in entries if entry.get("prompt_tokens"))
+    assert done["request_id"] == done["id"] == "mine" and done["finish_reasons"] == ["stop"] and done["seconds"] > 0
+    assert {entry["process"] for entry in entries} == {"server", "engine"}
+    assert any("step failed" in entry.get("exception", "") for entry in entries)
