@@ -41,8 +41,9 @@ ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _ROPE_NEEDS = {"linear": ("factor",), "dynamic": ("factor",), "yarn": (), "default": (),
                "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
 
-_GEMMA: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True,
-                          "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+_GEMMA: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
+                          "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
+                          "query_pre_attn_scalar": 256}
 _GLM: dict[str, Any] = {"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
                         "rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5}
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {

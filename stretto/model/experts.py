@@ -8,7 +8,8 @@ CPUs each expert is a packed matrix, as in `matrix.py`; on CUDA all are one laun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -48,8 +49,8 @@ class ExpertWeights:
             self._weight = self._settle(self._weight).contiguous()
             self._bias = None if self._bias is None else self._settle(self._bias[..., None])[..., 0].contiguous()
         if self._weight.device.type == "cpu":
-            biases: Sequence[torch.Tensor | None] = [None] * len(self._weight) if self._bias is None else self._bias
-            self._matrices = [best_matrix(weight, bias) for weight, bias in zip(self._weight, biases, strict=True)]
+            self._matrices = [best_matrix(weight, None if self._bias is None else self._bias[e])
+                              for e, weight in enumerate(self._weight)]
             del self._weight
 
     def __call__(self, x: torch.Tensor, bounds: torch.Tensor, rows_in: torch.Tensor, rows_out: torch.Tensor,
@@ -58,7 +59,7 @@ class ExpertWeights:
         if self._matrices is None:
             return grouped_linear(x, self._weight, self._bias, bounds, rows_in, rows_out, out)
         edges = bounds.tolist()
-        for matrix, start, end in zip(self._matrices, edges, edges[1:], strict=False):
+        for matrix, (start, end) in zip(self._matrices, pairwise(edges), strict=True):
             if start < end:
                 out[rows_out[start:end]] = matrix(x[rows_in[start:end]])
         return out

@@ -38,7 +38,8 @@ class Linear:
     def _settle(self) -> None:
         if self._order is not None:
             order = self._order.to(self._parameters[0].device)
-            self._parameters = tuple(None if p is None else p[order] for p in self._parameters)
+            weight, bias = self._parameters
+            self._parameters = weight[order], None if bias is None else bias[order]
         self._matrix = best_matrix(*self._parameters)
         del self._parameters, self._order
 

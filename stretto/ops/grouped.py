@@ -1,4 +1,4 @@
-"""Many matrices, each for its own rows: what a layer of experts multiplies. A torch reference, one Triton launch on CUDA.
+"""Many matrices, each for its own rows, as in a layer of experts. A torch reference, one Triton launch on CUDA.
 
 Each token asks for K experts; its K copies are *slots*, slot t * K + j. Slots are put in the order of their experts, by
 a stable sort, so that everything is summed in one order in any batch. Padding asks for expert E, which no one is:
@@ -13,6 +13,7 @@ Nothing here reads a device value on the host, except `grouped_linear_reference`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +29,8 @@ class Groups:
 
 
 def group_by_expert(experts: torch.Tensor, n_experts: int, tokens: torch.Tensor | None = None) -> Groups:
-    """experts [T, K] int64: which experts each token asks for. tokens: how many of the T are no padding, a scalar on the
-    device; None: all."""
+    """experts [T, K] int64: which experts each token asks for. tokens: how many of the T are no padding, a scalar on
+    the device; None: all."""
     places = torch.arange(experts.numel(), device=experts.device)
     if tokens is not None:
         real = places.view(experts.shape) < tokens * experts.shape[1]
@@ -41,13 +42,13 @@ def group_by_expert(experts: torch.Tensor, n_experts: int, tokens: torch.Tensor 
 
 def grouped_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, bounds: torch.Tensor,
                              rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """out[rows_out[p]] = weight[e] x[rows_in[p]] + bias[e] for each place p that expert e has; other rows of `out` stay.
+    """out[rows_out[p]] = weight[e] x[rows_in[p]] + bias[e] for each place p of each expert e; other rows of `out` stay.
 
     x [M, inputs]; weight [E, outputs, inputs]; bias [E, outputs] or None; bounds [E + 1]; rows_in and rows_out [N];
     out [N, outputs]. Returns `out`."""
     if not x.is_cuda:
         edges = bounds.tolist()
-        for e, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+        for e, (start, end) in enumerate(pairwise(edges)):
             if start < end:
                 out[rows_out[start:end]] = F.linear(x[rows_in[start:end]], weight[e], None if bias is None else bias[e])
         return out

@@ -52,7 +52,7 @@ def grouped_kernel(x, weight, bias, bounds, rows_in, rows_out, out, n_experts, n
         w_at = weight + expert.to(tl.int64) * n * inputs + columns.to(tl.int64)[None, :] * inputs + k[:, None]
         inside = (columns < n)[None, :]
         acc = tl.zeros((BM, BN), tl.float32)
-        for start in range(0, inputs, BK):
+        for start in tl.range(0, inputs, BK):
             left = k < inputs - start
             a = tl.load(x_at + start, mask=real[:, None] & left[None, :], other=0.0)
             b = tl.load(w_at + start, mask=left[:, None] & inside, other=0.0)
@@ -60,7 +60,8 @@ def grouped_kernel(x, weight, bias, bounds, rows_in, rows_out, out, n_experts, n
         if BIAS:
             acc += tl.load(bias + expert * n + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
         target = tl.load(rows_out + places, mask=real, other=0)
-        tl.store(out + target[:, None] * n + columns[None, :], acc.to(out.dtype.element_ty), mask=real[:, None] & inside)
+        to = out + target[:, None] * n + columns[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & inside)
 
 
 INTERPRETED = isinstance(grouped_kernel, InterpretedFunction)

@@ -25,7 +25,12 @@ MODELS = {
     "Mistral, all layers with a window": transformers.MistralConfig(**SIZES, sliding_window=16),
     "GPT-2, through transformers": transformers.GPT2Config(
         vocab_size=96, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0),
-    "Gemma 2, through transformers": transformers.Gemma2Config(**SIZES, sliding_window=16, query_pre_attn_scalar=8),
+    "Gemma 2, every other layer with a window": transformers.Gemma2Config(
+        **SIZES, sliding_window=16, query_pre_attn_scalar=8),
+    "gpt-oss, sinks and experts": transformers.GptOssConfig(
+        **SIZES, sliding_window=16, num_local_experts=4, num_experts_per_tok=2, rope_parameters={
+            "rope_type": "default", "rope_theta": 500.0}),
+    "Mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4),
     "GPT-NeoX, through transformers": transformers.GPTNeoXConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=64),

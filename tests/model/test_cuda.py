@@ -11,7 +11,12 @@ from tests.model.tiny import ids_of, save
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 FAMILIES = {"llama": ("Llama", {"attention_bias": True}), "mistral": ("Mistral", {"sliding_window": 5}),
-            "qwen2": ("Qwen2", {"tie_word_embeddings": True}), "qwen3": ("Qwen3", {"head_dim": 16})}
+            "qwen2": ("Qwen2", {"tie_word_embeddings": True}), "qwen3": ("Qwen3", {"head_dim": 16}),
+            "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 4, "layer_types": [
+                "sliding_attention", "full_attention", "sliding_attention"]}),
+            "olmo2": ("Olmo2", {}), "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+            "mixtral": ("Mixtral", {"num_local_experts": 4}),
+            "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16})}
 
 
 @pytest.fixture(params=FAMILIES.values(), ids=FAMILIES.keys())
@@ -39,7 +44,8 @@ def test_equals_the_cpu(models):
 
 
 def _on_cpu(attend):
-    return lambda layer, q, k, v, sinks=None: attend(layer, q.cpu(), k.cpu(), v.cpu()).cuda()
+    return lambda layer, q, k, v, sinks=None: attend(
+        layer, q.cpu(), k.cpu(), v.cpu(), None if sinks is None else sinks.cpu()).cuda()
 
 
 def test_a_graph_replays_the_forward_pass(models):

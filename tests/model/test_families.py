@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from stretto.model.config import ConfigError
 from stretto.model.decoder import Decoder
 from stretto.model.load import load_model
 from tests.model.dense import DenseAttend, greedy, run
@@ -46,8 +49,8 @@ FAMILIES = {
     "gemma2-uncapped": ("Gemma2", GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma2-biases": ("Gemma2", GEMMA | {"attention_bias": True, "hidden_activation": "gelu"}),
     "gemma3": ("Gemma3", GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
-    "gemma3-scaled": ("Gemma3", GEMMA | {"layer_types": ["full_attention"] + ["sliding_attention"] * 2, "rope_parameters":
-                      {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900.0},
+    "gemma3-scaled": ("Gemma3", GEMMA | {"layer_types": ["full_attention"] + ["sliding_attention"] * 2,
+                      "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900.0},
                        "sliding_attention": {"rope_type": "default", "rope_theta": 70.0}}}),
     "gemma3-capped": ("Gemma3", GEMMA | {"final_logit_softcapping": 10.0}),
     "olmo2": ("Olmo2", {}),
@@ -87,6 +90,46 @@ def test_equals_transformers(pair):
     ids = ids_of(23)
     torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
     assert greedy(model, ids, 12) == oracle_greedy(oracle, ids, 12)
+
+
+def test_mimo_is_qwen2_whose_predicting_layer_is_left_to_drafters(tmp_path):
+    oracle = save(tmp_path, "Qwen2")
+    path = tmp_path / "model.safetensors"
+    predictor = {f"model.mtp_layers.0.{name}.weight": torch.ones(48) for name in ("token_layernorm", "final_layernorm")}
+    save_file(load_file(path) | predictor, path, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "auto_map": {"AutoConfig": "mimo.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, ids = load_model(tmp_path, dtype=torch.float32, device=CPU), ids_of(12)
+    torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
+
+
+def test_old_spellings_of_gemma3_are_read(tmp_path):
+    """Checkpoints of 2025 give one base a kind of layer, and every how many layers there is no window."""
+    oracle = save(tmp_path, "Gemma3", **GEMMA, num_hidden_layers=4, rope_parameters={
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 900.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 70.0}},
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("rope_parameters", "layer_types", "_sliding_window_pattern"):
+        del config[key]
+    config |= {"rope_theta": 900.0, "rope_local_base_freq": 70.0, "sliding_window_pattern": 3,
+               "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, ids = load_model(tmp_path, dtype=torch.float32, device=CPU), ids_of(23)
+    torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
+    assert model.max_position == 128, "max_position_embeddings includes the scaling"
+
+
+@pytest.mark.parametrize("key, value, says", [
+    ("use_bidirectional_attention", True, "only causal"),
+    ("attn_logit_softcapping", 20.0, "does not cap its attention")])
+def test_gemma3_that_is_another_model_is_refused(key, value, says, tmp_path):
+    save(tmp_path, "Gemma3", **GEMMA)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(ConfigError, match=says):
+        load_model(tmp_path, dtype=torch.float32, device=CPU)
 
 
 def test_windows_are_those_of_the_config(tmp_path):

@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and Phi-4 (mini too): Llama with fused matrices in the checkpoint, and in some a part of each head rotated."""
+"""Phi-3, 3.5 and Phi-4: Llama with fused matrices in the checkpoint; some rotate a part of each head."""
 
 from __future__ import annotations
 
