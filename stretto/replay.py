@@ -1,5 +1,6 @@
 """Random clients of an engine, and the replay oracle: every answer equals a one-shot computation of its history.
 
+    Crowd     clients that act at random
     World     what clients have asked and what they must get: plain requests, sessions, aborts, branches, rewinds
     OneShot   the same prompt on an engine of its own: nothing shared, nothing drafted, nothing else running
 
@@ -9,10 +10,11 @@ outputs. `stretto soak` and the tests drive it.
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -116,7 +118,7 @@ class World:
     # ------------------------------------------------------------------------------------------------ what clients do
     def plain(self, tokens: list[int], sampling: SamplingParams) -> str:
         """A request without a session."""
-        ask = Ask(self._name("r"), tokens, sampling)
+        ask = Ask(self.name("r"), tokens, sampling)
         if self._refused(ask, lambda: self._too_long(tokens, tokens)):
             return ask.rid
         self._begin(ask, tokens)
@@ -124,7 +126,7 @@ class World:
 
     def turn(self, order: SessionTurn, tokens: list[int], sampling: SamplingParams) -> str:
         """A turn of a session that is open, or that it opens."""
-        ask = Ask(self._name("t"), tokens, sampling, order)
+        ask = Ask(self.name("t"), tokens, sampling, order)
         source = self.talks.get(order.branch_from or "")
         talk = self.talks.get(order.sid) or Talk(order.sid, self.now)
         if source is not None:
@@ -161,7 +163,7 @@ class World:
         self._take(outputs[1:])
 
     def open(self, sid: str | None = None) -> str:
-        sid = sid or self._name("s")
+        sid = sid or self.name("s")
         self.core.manage(OpenSession(sid=sid))
         self.talks[sid] = Talk(sid, self.now)
         return sid
@@ -179,7 +181,7 @@ class World:
             raise Wrong(f"closing {sid} gave {outputs}")
 
     def branch(self, sid: str, n: int) -> str:
-        child, talk = self._name("b"), self.talks[sid]
+        child, talk = self.name("b"), self.talks[sid]
         self.core.manage(BranchSession(sid, child, n))
         self.talks[child] = _branch(talk, child, n, self.now)
         return child
@@ -276,7 +278,7 @@ class World:
         self._after(talk)
 
     # ------------------------------------------------------------------------------------------------------ the books
-    def _name(self, kind: str) -> str:
+    def name(self, kind: str) -> str:
         self._serial += 1
         return f"{kind}{self._serial}"
 
@@ -372,3 +374,110 @@ class World:
 
 def _branch(talk: Talk, sid: str, n: int, now: float) -> Talk:
     return Talk(sid, now, talk.history[:n], min(talk.prompt, n), dict(talk.turns), talk.head)
+
+
+class Crowd:
+    """Clients that act at random, often enough on the same sessions that everything meets everything. The same seed
+    does the same to the same engine."""
+
+    def __init__(self, world: World, seed: int, vocab_size: int, most_talks: int = 6):
+        self.world, self.rng, self.vocab_size, self.most_talks = world, random.Random(seed), vocab_size, most_talks
+        longest = min(world.limits.max_model_len, world.limits.kv_tokens)
+        self._longest, self._most_new = max(2, longest // 3), max(2, longest // 5)
+        self._shared = [self.rng.randrange(vocab_size) for _ in range(longest)]
+        self._actions = {self.steps: 30, self.append: 16, self.tag: 6, self.plain: 4, self.follow: 4, self.abort: 5,
+                         self.fork: 3, self.rewind: 2, self.close: 2, self.flush: 1}
+
+    def act(self) -> None:
+        """One thing that some client does, or some steps of the engine."""
+        if len(self.world.talks) < 2:
+            self.world.open()
+        self.rng.choices(list(self._actions), list(self._actions.values()))[0]()
+
+    # ------------------------------------------------------------------------------------------------------- actions
+    def steps(self) -> None:
+        for _ in range(self.rng.choice([1, 2, 4, 12])):
+            self.world.step()
+
+    def append(self) -> None:
+        rng, talk = self.rng, self._any()
+        more: dict[str, Any] = {}
+        if rng.random() < 0.1:
+            more["replace"] = True
+        elif rng.random() < 0.15:
+            more["drop_previous_output"] = True
+        elif talk.live is None and rng.random() < 0.1:
+            more["offset"] = rng.randint(-len(talk.history), len(talk.history))
+        self._turn(talk.sid, self._ids(12), mode="append", **more)
+
+    def follow(self) -> None:
+        """A turn after one that is not the last."""
+        talk = self._any(lambda t: t.live is None and bool(t.turns))
+        if talk is not None:
+            self._turn(talk.sid, self._ids(12), mode="append", after=self.rng.choice(list(talk.turns)),
+                       replace=self.rng.random() < 0.3)
+
+    def tag(self) -> None:
+        talk = self._any()
+        n = len(talk.history)
+        kept = talk.history[: self.rng.choice([n, n, n, self.rng.randint(0, n)])]
+        self._turn(talk.sid, kept + self._ids(12))
+
+    def plain(self) -> None:
+        kept = self._shared[: self.rng.choice([0, 0, self._longest // 2])]
+        self.world.plain(kept + self._ids(self._longest), self._sampling())
+
+    def fork(self) -> None:
+        talk = self._any(lambda t: bool(t.history) and len(self.world.talks) < self.most_talks)
+        if talk is None:
+            self._any_open()
+        elif talk.live is None and self.rng.random() < 0.5:
+            self.world.branch(talk.sid, self.rng.randint(1, len(talk.history)))
+        else:
+            self._turn(self.world.name("c"), self._ids(12), mode="append", branch_from=talk.sid)
+
+    def rewind(self) -> None:
+        talk = self._any(lambda t: t.live is None)
+        if talk is not None:
+            self.world.rewind(talk.sid, self.rng.randint(0, len(talk.history)))
+
+    def abort(self) -> None:
+        if self.world.asks:
+            answering = [rid for rid, ask in self.world.asks.items() if ask.got]
+            rid = self.rng.choice(answering or list(self.world.asks))
+            self.world.abort(rid, self.rng.choice([None, None, 0, self.rng.randint(0, 8)]))
+
+    def close(self) -> None:
+        talk = self._any(lambda t: not t.closing)
+        if talk is not None and len(self.world.talks) >= self.most_talks // 2:
+            self.world.close(talk.sid, abort=self.rng.random() < 0.5)
+
+    def flush(self) -> None:
+        self.world.flush()
+
+    # -------------------------------------------------------------------------------------------------------- details
+    def _any_open(self) -> None:
+        if len(self.world.talks) < self.most_talks:
+            self.world.open()
+
+    def _any(self, fits: Callable[[Talk], bool] = lambda t: True) -> Any:
+        """One of the sessions that fit, mostly of the first ones; None where none does."""
+        found = [talk for talk in self.world.talks.values() if fits(talk)]
+        return self.rng.choice(found[:3] if self.rng.random() < 0.7 else found) if found else None
+
+    def _turn(self, sid: str, tokens: list[int], **order: Any) -> None:
+        rng = self.rng
+        self.world.turn(SessionTurn(sid=sid, on_busy=rng.choice(["wait", "wait", "reject"]),
+                                    on_disconnect=rng.choice(["rollback", "keep"]), final=rng.random() < 0.03, **order),
+                        tokens, self._sampling())
+
+    def _ids(self, most: int) -> list[int]:
+        luck = self.rng.random()
+        n = self.rng.randint(1, most if luck < 0.9 else self._longest) if luck < 0.97 else 3 * self._longest
+        return [self.rng.randrange(self.vocab_size) for _ in range(n)]
+
+    def _sampling(self) -> SamplingParams:
+        rng = self.rng
+        seeded: dict[str, Any] = {"temperature": 0.8, "seed": rng.getrandbits(32)} if rng.random() < 0.3 else {
+            "temperature": 0.0}
+        return SamplingParams(max_tokens=rng.choice([1, 3, 8, self._most_new]), ignore_eos=True, **seeded)

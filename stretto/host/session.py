@@ -240,7 +240,7 @@ class Sessions:
         that the client surely has; None: all that were delivered."""
         session = turn.session
         assert session is not None
-        order, lease = turn.job.request.session, turn.lease
+        order, lease, whole = turn.job.request.session, turn.lease, list(turn.tokens)
         generated = len(turn.tokens) - turn.job.prompt
         stays = generated if received is None else min(received, generated)
         if order is not None and order.on_disconnect == "keep" and stays > 0:
@@ -251,8 +251,8 @@ class Sessions:
             self._roll_back(session, ROLLED_BACK)
         turn.lease = None
         if lease is not None:
-            self._ledger.settle(lease, len(turn.tokens))
-            self._park(session, self._cut(lease, turn.tokens, common(session.tokens, turn.tokens)))
+            self._ledger.settle(lease, len(whole))
+            self._park(session, self._cut(lease, whole, common(session.tokens, whole)))
         return self._next(session)
 
     def failed(self, turn: Turn) -> list[Output]:

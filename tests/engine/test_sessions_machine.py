@@ -1,0 +1,242 @@
+"""Sessions in any order of events, over the real engine: every answer equals one-shot recomputation of its history.
+
+Rules: open, turn (tag and append, with offset, replace, earlier turns, branches), overlapping turn, rewind, branch,
+abort (rolled back or kept), steps, plain requests that press on a small pool (retraction, eviction), flush, expiry,
+close. After each rule the books are audited page by page; at the end no page may be held.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from stretto.params import SamplingParams
+from stretto.protocol import SessionTurn
+from stretto.replay import Crowd, OneShot, Talk, World
+from stretto.spec.ngram import NgramDrafter
+from stretto.spec.scripted import ScriptedDrafter
+from tests.engine.small import VOCAB, Oracle, make_core
+
+POOL, TTL, ROWS = 144, 100.0, 64
+QUICK = settings(max_examples=2, stateful_step_count=25, deadline=None, derandomize=True, database=None,
+                 phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
+LONG = settings(QUICK, max_examples=60, stateful_step_count=60)
+
+ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
+long_ids = st.builds(lambda start, n: [(start + 7 * i) % VOCAB for i in range(n)], st.integers(0, VOCAB - 1),
+                     st.sampled_from([3, 17, 40, 90]))
+samplings = st.builds(
+    lambda n, seed: SamplingParams(max_tokens=n, ignore_eos=True, temperature=0.0 if seed is None else 0.8, seed=seed),
+    st.sampled_from([1, 2, 5, 9, 17]), st.one_of(st.none(), st.integers(0, 2**32)))
+
+
+class Learner(ScriptedDrafter):
+    """Is told the answers while it runs; spoils some, offers random widths."""
+
+    def __init__(self) -> None:
+        super().__init__([[0] * 250] * ROWS, 4, 0.7, vocab_size=VOCAB, variable=True)
+        self.told = 0
+
+    def learn(self, sequence: list[int]) -> None:
+        row = self.told % ROWS
+        self.told += 1
+        self.answers[row, : len(sequence)] = torch.tensor(sequence[:250], dtype=torch.int32)
+        self.lengths[row] = len(sequence)
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Setting:
+    """One cell of the product, and what happened in all its runs."""
+
+    oracle: Oracle
+    answer: OneShot
+    drafter: str
+    page: int
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def world(self, clock: Clock) -> World:
+        made = {"none": lambda: None, "ngram": lambda: NgramDrafter(3), "scripted": Learner}[self.drafter]()
+        core = make_core(self.oracle.model, page_size=self.page, pool_tokens=POOL, drafter=made, slots=5, poison=True,
+                         chunk=16, budget=40, session_ttl=TTL, session_queue=2, clock=clock)
+        return World(core, self.answer, getattr(made, "learn", None))
+
+
+class SessionMachine(RuleBasedStateMachine):
+    setting: Setting
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.world = self.setting.world(self.clock)
+
+    def talk(self, data, idle: bool = False) -> Talk:
+        return data.draw(st.sampled_from([t for t in self.world.talks.values() if not idle or t.live is None]))
+
+    # ------------------------------------------------------------------------------------------------------- rules
+    @rule(sampling=samplings, tokens=ids)
+    def open_by_a_turn(self, sampling, tokens):
+        self.world.turn(SessionTurn(sid=self.world.name("i"), mode="append"), tokens, sampling)
+
+    @rule()
+    def open(self):
+        self.world.open()
+
+    @precondition(lambda self: self.world.talks)
+    @rule(data=st.data(), tokens=st.one_of(ids, long_ids), sampling=samplings,
+          on_busy=st.sampled_from(["wait", "wait", "reject"]), keep=st.booleans(), cut=st.integers(0, 5))
+    def append(self, data, tokens, sampling, on_busy, keep, cut):
+        talk = self.talk(data)
+        more: dict = {}
+        if cut == 1 and talk.live is None:
+            more["offset"] = data.draw(st.integers(-len(talk.history), len(talk.history)))
+        elif cut == 2 and talk.live is None and talk.turns:
+            more = {"after": data.draw(st.sampled_from(sorted(talk.turns))), "replace": data.draw(st.booleans())}
+        elif cut == 3:
+            more["replace" if keep else "drop_previous_output"] = True
+        self.world.turn(SessionTurn(sid=talk.sid, mode="append", on_busy=on_busy,
+                                    on_disconnect="keep" if keep else "rollback", **more), tokens, sampling)
+
+    @precondition(lambda self: self.world.talks)
+    @rule(data=st.data(), tokens=ids, sampling=samplings)
+    def tag(self, data, tokens, sampling):
+        """The whole history is sent again, or a part of it, and then something new."""
+        talk = self.talk(data)
+        known = data.draw(st.integers(0, len(talk.history)) | st.just(len(talk.history)))
+        self.world.turn(SessionTurn(sid=talk.sid), talk.history[:known] + tokens, sampling)
+
+    @precondition(lambda self: any(t.history for t in self.world.talks.values()))
+    @rule(data=st.data(), tokens=ids, sampling=samplings)
+    def turn_on_a_branch(self, data, tokens, sampling):
+        source = data.draw(st.sampled_from([t for t in self.world.talks.values() if t.history]))
+        self.world.turn(SessionTurn(sid=self.world.name("c"), mode="append", branch_from=source.sid), tokens,
+                        sampling)
+
+    @precondition(lambda self: any(t.history and t.live is None for t in self.world.talks.values()))
+    @rule(data=st.data(), rewind=st.booleans())
+    def rewind_or_branch(self, data, rewind):
+        talk = data.draw(st.sampled_from([t for t in self.world.talks.values() if t.history and t.live is None]))
+        n = data.draw(st.integers(0 if rewind else 1, len(talk.history)))
+        if rewind:
+            self.world.rewind(talk.sid, n)
+        else:
+            self.world.branch(talk.sid, n)
+
+    @rule(tokens=long_ids, n=st.sampled_from([4, 40]))
+    def press(self, tokens, n):
+        self.world.plain(tokens, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
+
+    @rule(n=st.sampled_from([1, 2, 5, 20]))
+    def step(self, n):
+        for _ in range(n):
+            self.world.step()
+
+    @precondition(lambda self: self.world.asks)
+    @rule(data=st.data(), received=st.one_of(st.none(), st.integers(0, 6)))
+    def abort(self, data, received):
+        self.world.abort(data.draw(st.sampled_from(sorted(self.world.asks))), received)
+
+    @rule()
+    def flush(self):
+        self.world.flush()
+
+    @rule(seconds=st.sampled_from([1.0, TTL / 3, TTL / 3, TTL * 1.1]))
+    def wait(self, seconds):
+        self.clock.now += seconds
+        self.world.tick()
+
+    @precondition(lambda self: any(not t.closing for t in self.world.talks.values()))
+    @rule(data=st.data(), abort=st.booleans())
+    def close(self, data, abort):
+        talk = data.draw(st.sampled_from([t for t in self.world.talks.values() if not t.closing]))
+        self.world.close(talk.sid, abort)
+
+    # -------------------------------------------------------------------------------------------------- invariants
+    @invariant()
+    def books_are_right(self):
+        self.world.core.host.audit()
+        self.world.check_sessions()
+
+    def teardown(self):
+        self.world.finish()
+        self.setting.seen.update(counted(self.world))
+        self.world.core.close()
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory) -> dict[str, tuple[Oracle, OneShot]]:
+    made = {}
+    for window, (name, width) in {"off": ("llama", None), "16": ("qwen3", 16)}.items():
+        oracle = Oracle.make(tmp_path_factory.mktemp(name), name, width)
+        made[window] = oracle, OneShot(make_core(oracle.model, prefix_cache=False, chunk=256, overlap=False))
+    return made
+
+
+def run_machine(setting: Setting, how: settings) -> Counter[str]:
+    machine = type("Machine", (SessionMachine,), {"setting": setting})
+    run_state_machine_as_test(machine, settings=how)
+    return setting.seen
+
+
+CELLS = [pytest.param(d, w, p, id=f"{d}-window-{w}-page-{p}") for d in ("none", "ngram", "scripted")
+         for w in ("off", "16") for p in (1, 16)]
+USUAL = ("answers", "retractions", "reclaimed", "aborts", "turns_rolled_back", "in_place_turns", "mixed_steps")
+RARE = ("turns_kept", "branches", "recomputed_tokens", "sessions_busy", "refused: context_length_exceeded")
+
+
+@pytest.mark.parametrize(("drafter", "window", "page"), CELLS)
+def test_any_order(oracles, drafter: str, window: str, page: int):
+    seen = run_machine(Setting(*oracles[window], drafter, page), QUICK)
+    assert seen["answers"] and seen["faults"] == seen["broken_books"] == 0
+
+
+def crowd(setting: Setting, seed: int, least: int, most: int = 800) -> Counter[str]:
+    """Goes on until the usual events have all happened."""
+    world = setting.world(Clock())
+    crowd = Crowd(world, seed, VOCAB)
+    for n in range(most):
+        crowd.act()
+        world.core.host.audit()
+        if n >= least and not missing(seen := counted(world)):
+            break
+    world.finish()
+    seen = counted(world)
+    world.core.close()
+    return seen
+
+
+def counted(world: World) -> Counter[str]:
+    return Counter(world.count) + Counter({name: int(n) for name, n in world.core.host.stats()[0].items()})
+
+
+def missing(seen: Counter[str]) -> list[str]:
+    return [event for event in USUAL if not seen[event]]
+
+
+@pytest.mark.parametrize(("drafter", "window", "page"), CELLS)
+def test_a_crowd(oracles, drafter: str, window: str, page: int):
+    """Everything that the product is about really happens, in every cell."""
+    seen = crowd(Setting(*oracles[window], drafter, page), seed=page, least=50)
+    assert not missing(seen) and (drafter == "none" or seen["accepted"] > 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("drafter", "window", "page"), CELLS)
+def test_any_order_at_length(oracles, drafter: str, window: str, page: int):
+    setting = Setting(*oracles[window], drafter, page)
+    assert run_machine(setting, LONG)["sessions_expired"]
+    seen = sum((crowd(setting, seed, 500) for seed in range(10)), Counter())
+    assert not missing(seen) and all(seen[event] for event in RARE)
