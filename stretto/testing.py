@@ -364,15 +364,11 @@ def check_retraction(lab: Lab) -> None:
     asks = [Ask(f"{i}{a.rid}", a.tokens, greedy(44)) for i in range(2) for a in lab.asks()[1:4]]
     want, (first, _) = lab.plain(asks), lab.drafted(asks)
     for page, overlap in ((4, True), (1, False)):
-        retractions = 0
-        for pool in (128, 64):  # where every layer has a window, a sequence needs little
-            if retractions:
-                break
-            got, engine = lab.drafted(asks, page_size=page, overlap=overlap, pool_tokens=pool, chunk=16)
-            same_text(got, want, f"a pool of {pool}, page {page}")
-            same_offers(lab, got, first, f"a pool of {pool}, page {page}")
-            retractions = int(counters(engine)["retractions"])
-        if not retractions:
+        got, engine = lab.drafted(asks, page_size=page, overlap=overlap, pool_tokens=128, chunk=16)
+        same_text(got, want, f"a small pool, page {page}")
+        same_offers(lab, got, first, f"a small pool, page {page}")
+        grows = None in engine.host.limits.windows  # where every layer has a window, who is admitted needs no more
+        if grows and not counters(engine)["retractions"]:
             raise AssertionError("nobody was retracted: this check did nothing")
 
 
