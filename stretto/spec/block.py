@@ -36,7 +36,7 @@ from stretto.spec.sources import Renamed, parse_config
 from stretto.spec.steps import StreamKV, block, last_cell, stream_of
 from stretto.spec.vocabulary import DraftHead
 
-MAX_FOLD = 64  # query heads of one KV head in one query; beyond that a block is several queries
+MAX_FOLD = 16  # query heads of one KV head that every tile of the kernels holds; a larger block is several queries
 _REFUSED = {"projector_type": "dflash", "shift_label": False, "attention_sink_bias": None,
             "attention_value_scale": None, "conv_kernel_size": None, "selector_rank": None}
 
@@ -178,7 +178,7 @@ class Backbone:
         self.rotary = rotary_of(c, context, layout.size)
         w.fill()
         self.kv = context.own_kv(self.specs)
-        most = max(1, MAX_FOLD // (c.n_heads // c.n_kv_heads))
+        most = layout.size if context.device.type == "cpu" else max(1, MAX_FOLD // (c.n_heads // c.n_kv_heads))
         self.fold = max(f for f in range(1, layout.size + 1) if layout.size % f == 0 and f <= most)
 
     def remember(self, step: RaggedStep, taps: dict[str, torch.Tensor]) -> None:

@@ -141,7 +141,18 @@ def eagle3_speculators(folder: Path) -> tuple[Path, Tensors]:
     return path, tensors
 
 
-def mtp(naming: str) -> Tensors:
+def mimo(folder: Path) -> Path:
+    """A target that ships its predictor: Qwen2's tensors, and one layer more."""
+    torch.manual_seed(6)
+    target = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SHAPE)).eval().requires_grad_(False)
+    for p in target.parameters():
+        p.mul_(4 if p.ndim > 1 else 1)
+    config = target.config.to_dict() | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo",
+                                        "num_nextn_predict_layers": 1, "dtype": "float32"}
+    return save(folder, config, target.state_dict() | mtp("mimo", bias=True))
+
+
+def mtp(naming: str, bias: bool = False) -> Tensors:
     """The predictor's tensors inside a target's checkpoint."""
     g = torch.Generator().manual_seed(4)
     prefix = {"mimo": "model.mtp_layers.0", "deepseek": f"model.layers.{LAYERS}"}[naming]
@@ -152,7 +163,7 @@ def mtp(naming: str) -> Tensors:
     if naming == "deepseek":
         tensors |= {f"{prefix}.embed_tokens.weight": draw(g, VOCAB, HIDDEN),
                     f"{prefix}.shared_head.head.weight": draw(g, VOCAB, HIDDEN)}
-    return tensors | layer(g, prefix)
+    return tensors | layer(g, prefix, bias=bias)
 
 
 def block_tensors(g: torch.Generator, n_layers: int, taps: int) -> Tensors:

@@ -237,6 +237,15 @@ def test_llm_with_every_kind(served, drafts) -> None:
         assert asked == "ngram" or all(drafted for _, drafted in got)
 
 
+@pytest.mark.parametrize("name", ["mtp", "nextn"])
+def test_llm_with_the_predictor_of_its_own_checkpoint(tmp_path, name: str) -> None:
+    made.mimo(tmp_path)
+    tokenizer(tmp_path, words())
+    plain, got = texts(tmp_path), texts(tmp_path, speculation=name)
+    assert [ids for ids, _ in got] == [ids for ids, _ in plain]
+    assert all(drafted for _, drafted in got)
+
+
 def test_a_speculator_repo_as_the_model_starts_target_and_draft(served, drafts, tmp_path) -> None:
     repo = changed(drafts["eagle3_speculators"], tmp_path / "speculator",
                    lambda raw: raw["speculators_config"]["verifier"].update(name_or_path=str(served)))

@@ -95,3 +95,15 @@ def test_a_step_reads_nothing_on_the_host(lab_of, kind: str, monkeypatch) -> Non
         monkeypatch.setattr(drafter, name, watched)
     asks = lab.asks()
     same_text(run(engine, asks), lab.plain(asks), "guarded")
+
+
+@pytest.mark.parametrize("fold", [1, 2, 4])
+def test_a_block_as_several_queries(lab_of, fold: int) -> None:
+    """Kernels hold only so many query heads of one KV head in a tile: then a block is split, and says the same."""
+    lab = lab_of("dflash")
+    asks = lab.asks()
+    first, _ = lab.drafted(asks, page_size=4)
+    engine = make_engine(lab.model, lab.drafter, lab.target, lab.setup(page_size=4))
+    assert engine.device.runner.drafter.backbone.fold == 8
+    engine.device.runner.drafter.backbone.fold = fold
+    assert same_offers(lab, run(engine, asks), first, f"fold {fold}") > 15
