@@ -36,7 +36,7 @@ class Grammar(msgspec.Struct, frozen=True):
     kind: str  # json_schema | regex | choice | lark | ebnf | structural_tag | llguidance
     source: str  # JSON text of json_schema, choice, structural_tag and llguidance; else the grammar's own text
     whitespace: bool = True  # json_schema: white space between the parts of the JSON text is free
-    preamble: str = ""  # Lark rules; what their rule `preamble` matches stands before the answer proper
+    around: str = ""  # Lark rules; their `start` says where the grammar itself, `@answer`, stands in the answer
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -48,7 +48,8 @@ def make_generation(service: Service, request: Request, body: GenerationBody, pr
     id = service.choose_id(body, state["request_id"])
     if not state["request_id_given"]:
         state["request_id"] = id
-    return Generation(id, body, service.make_requests(id, body, prompts, arrival), ignored)
+    reply = service.replies.plan(body, prompts[0])
+    return Generation(id, body, service.make_requests(id, body, prompts, arrival, reply), ignored, reply)
 
 
 async def _in_words_of(names: Mapping[str, str], events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
@@ -69,6 +70,7 @@ async def answer(service: Service, request: Request, prepare: Callable[[], Await
     async def run() -> Response:
         with in_words_of(names or {}):
             generation = await prepare()
+            await service.check_grammars(generation)
             headers = ignored_header(generation.ignored)
             if not generation.body.stream:
                 return JSONResponse(await whole(service, generation), headers=headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
@@ -12,17 +13,32 @@ from msgspec import UNSET, UnsetType
 from stretto.protocol import Output, Usage
 from stretto.serve.answers import FINGERPRINT, Wants, collect
 from stretto.serve.logprobs import ChatLogprobs, LogprobShaper, PromptLogprob
+from stretto.serve.replies import ReplyPlan
 from stretto.serve.schemas import ChatRequest
 from stretto.serve.service import Generation, Service, total_usage
 from stretto.serve.streaming import DONE, event
+from stretto.text.reply import CallArguments, CallBegin, Content, Reasoning
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: Function
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(msgspec.Struct):
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -46,9 +62,25 @@ class ChatCompletion(msgspec.Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(msgspec.Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    """The first one of a call has its id, type and name."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class Delta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct):
@@ -72,6 +104,51 @@ class ChatChunk(msgspec.Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class _Reader:
+    """One choice's text as deltas. What a stream says, joined, is what a whole answer says."""
+
+    def __init__(self, plan: ReplyPlan):
+        self._reply = plan.reader() if plan.reader is not None else None
+        self._hide = plan.hide_reasoning
+
+    def read(self, text: str, ended: bool) -> Delta | None:
+        """None where there is nothing to tell."""
+        if self._reply is None:
+            return Delta(content=text) if text else None
+        parts = self._reply.feed(text)
+        if ended:
+            parts += self._reply.finish()
+        content = "".join(part.text for part in parts if isinstance(part, Content))
+        reasoning = "" if self._hide else "".join(part.text for part in parts if isinstance(part, Reasoning))
+        calls: list[ToolCallDelta] = []
+        for part in parts:
+            if isinstance(part, CallBegin):
+                calls.append(ToolCallDelta(part.call, FunctionDelta("", part.name), f"call_{uuid.uuid4().hex[:24]}",
+                                           "function"))
+            elif isinstance(part, CallArguments):
+                if not calls or calls[-1].index != part.call:
+                    calls.append(ToolCallDelta(part.call, FunctionDelta("")))
+                calls[-1].function.arguments += part.text
+        if not (content or reasoning or calls):
+            return None
+        return Delta(content=content or UNSET, reasoning_content=reasoning or UNSET, tool_calls=calls or UNSET)
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """A call that was cut by the limit is no call that was made."""
+        return "tool_calls" if reason == "stop" and self._reply is not None and self._reply.calls else reason
+
+
+def _message(delta: Delta | None) -> ChatMessage:
+    """A whole answer."""
+    delta = delta or Delta()
+    message = ChatMessage(delta.content or "", reasoning_content=delta.reasoning_content)
+    if delta.tool_calls:
+        message.content = delta.content or None
+        message.tool_calls = [ToolCall(str(call.id), Function(str(call.function.name), call.function.arguments))
+                              for call in delta.tool_calls]
+    return message
+
+
 def _wants(generation: Generation) -> Wants:
     assert isinstance(generation.body, ChatRequest)
     return Wants.of(generation.body, bool(generation.body.logprobs))
@@ -84,7 +161,9 @@ async def chat_completion(service: Service, generation: Generation) -> ChatCompl
     choices = []
     for (_, index), answer in sorted(answers.choices.items(), key=lambda item: item[0]):
         logprobs = shaper.chat(answer.logprobs) if wants.logprobs else None
-        choices.append(ChatChoice(index, ChatMessage("".join(answer.text)), logprobs, answer.finish_reason,
+        reader = _Reader(generation.reply)
+        message = _message(reader.read("".join(answer.text), True))
+        choices.append(ChatChoice(index, message, logprobs, reader.finish_reason(answer.finish_reason),
                                   answer.stop_reason, answer.token_ids if wants.ids else UNSET))
     out = ChatCompletion(f"chatcmpl-{generation.id}", generation.created, service.names[0], choices,
                          total_usage(answers.usages, generation.requests))
@@ -101,6 +180,7 @@ class _ChunkMaker:
         self.wants = _wants(generation)
         self.shaper = LogprobShaper(service.token_bytes, self.wants.ids_as_names)
         self.usages: dict[tuple[int, int], Usage] = {}
+        self.readers = [_Reader(generation.reply) for _ in range(generation.choices)]
 
     def chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
         out = ChatChunk(f"chatcmpl-{self.generation.id}", self.generation.created, self.service.names[0], choices)
@@ -121,16 +201,16 @@ class _ChunkMaker:
         """What one Output adds; nothing where the client would learn nothing."""
         if output.usage is not None:
             self.usages[0, output.index] = output.usage
-        choice = ChunkChoice(output.index, Delta(content=output.text), finish_reason=output.finish_reason)
+        reader = self.readers[output.index]
+        delta = reader.read(output.text, output.finish_reason is not None)
+        choice = ChunkChoice(output.index, delta or Delta(), finish_reason=reader.finish_reason(output.finish_reason))
         if self.wants.logprobs and output.logprobs:
             choice.logprobs = self.shaper.chat(output.logprobs)
         if self.wants.ids:
             choice.token_ids = output.token_ids
         if output.finish_reason is not None:
             choice.stop_reason = output.stop_reason
-            if not output.text:
-                choice.delta = Delta()
-        told = output.text or output.finish_reason or choice.logprobs or (self.wants.ids and output.token_ids)
+        told = delta or output.finish_reason or choice.logprobs or (self.wants.ids and output.token_ids)
         scored = self.generation.body.prompt_logprobs is not None and output.prompt_logprobs is not None
         if not told and not scored:
             return b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from stretto.serve.errors import bad_request, unsupported
@@ -57,9 +58,18 @@ class PromptReader:
         if continued:
             options["continue_final_message"] = True
         try:
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **options)
+            return self.tokenizer.apply_chat_template(messages, self._tools(body), add_generation_prompt=generation,
+                                                      **options)
         except ValueError as e:
             raise bad_request(f"the chat template refuses these messages: {e}", "messages") from e
+
+    def _tools(self, body: ChatBody) -> list[dict[str, Any]] | None:
+        """What the prompt says of tools: nothing where none may be called."""
+        if not body.tools or body.tool_choice == "none":
+            return None
+        if "tools" not in (self.tokenizer.chat_template or ""):
+            raise unsupported("tools", "this model's chat template does not read them")
+        return body.tools
 
     def _template_options(self, body: ChatBody) -> dict[str, Any]:
         options = dict(body.chat_template_kwargs or {})
@@ -83,6 +93,8 @@ class PromptReader:
             fields["content"] = [_part(f"messages[{i}].content[{j}]", part) for j, part in enumerate(message.content)]
         else:
             fields["content"] = message.content
+        if isinstance(made := fields.get("tool_calls"), list):
+            fields["tool_calls"] = [_call(f"messages[{i}].tool_calls[{j}]", call) for j, call in enumerate(made)]
         if message.role == "developer" and "developer" not in (self.tokenizer.chat_template or ""):
             fields["role"] = "system"  # OpenAI's newer word for it
         return fields
@@ -95,3 +107,17 @@ def _part(place: str, part: ContentPart) -> dict[str, Any]:
     if part.text is None:
         raise bad_request(f"{place}.text is missing", f"{place}.text")
     return {"type": "text", "text": part.text}
+
+
+def _call(place: str, call: Any) -> dict[str, Any]:
+    """A call that was made earlier, its arguments as an object: so templates expect them."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad_request(f"{place} needs a function with a name", place)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            raise bad_request(f"{place}.function.arguments is not JSON", f"{place}.function.arguments") from None
+    return {**call, "function": {**function, "arguments": arguments}}

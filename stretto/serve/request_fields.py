@@ -13,16 +13,17 @@ from typing import Any
 from stretto.serve.errors import ApiError, did_you_mean, unsupported
 from stretto.serve.schemas import Body
 
-_GRAMMAR = "this server has no constrained decoding yet; ask for the format in the prompt"
-_TOOLS = "this server has no tool calling yet; leave it out"
+_OLD = "OpenAI has replaced it; use tools and tool_choice"
+_TOOLS = "a completion has no tools; use chat completions"
+_GRAMMAR = "the name says no form; use structured_outputs"
 _TEXT_ONLY = "the model reads and writes text only"
 _BEAM = "only sampling is available; use n"
 _NOT_HERE = "this server has nothing that would honour it; leave it out"
 
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-                     "guided_grammar", "json_schema", "regex", "ebnf", "grammar", "structural_tag"), _GRAMMAR),
-    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), _TOOLS),
+    "grammar": _GRAMMAR,
+    **dict.fromkeys(("tools", "tool_choice"), _TOOLS),
+    **dict.fromkeys(("functions", "function_call"), _OLD),
     **dict.fromkeys(("audio", "modalities", "prompt_embeds", "mm_processor_kwargs"), _TEXT_ONLY),
     **dict.fromkeys(("use_beam_search", "length_penalty", "beam_width", "early_stopping"), _BEAM),
     **dict.fromkeys(("prediction", "store", "verbosity", "web_search_options", "service_tier", "documents",
@@ -35,7 +36,6 @@ REFUSED: Mapping[str, str] = {
 
 _NOTHING: tuple[Any, ...] = (None, False, [], {}, "")  # values that ask for nothing, whatever the field
 ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),

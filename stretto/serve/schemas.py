@@ -133,6 +133,16 @@ class GenerationBody(Body):
     priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     request_id: str | None = None
     speculation: Speculation | None = None
+    response_format: dict[str, Any] | None = None  # it and the next nine: serve/grammars.py
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: Any = None
     user: Any = None  # these four identify and describe; they ask for nothing
     metadata: Any = None
     safety_identifier: Any = None
@@ -166,10 +176,16 @@ class ChatBody(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class ChatRequest(GenerationBody, ChatBody):
     """POST /v1/chat/completions"""
+
+    separate_reasoning: bool | None = None  # False: reasoning stays in the content
+    include_reasoning: bool | None = None  # False: reasoning is left out
 
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None

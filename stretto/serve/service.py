@@ -18,18 +18,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
+
+from stretto.params import Grammar
 from stretto.protocol import AsyncEngine, EngineDead, EngineInfo, Output, Request, RequestError, Usage
-from stretto.serve.errors import CLIENT_CLOSED, ApiError, bad_request, did_you_mean, model_not_found
+from stretto.serve.errors import CLIENT_CLOSED, ApiError, bad_request, did_you_mean, model_not_found, unsupported
+from stretto.serve.grammars import INVALID, refused
 from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.metrics import INTER_TOKEN_LATENCY, QUEUE_TIME, REQUEST_LATENCY, TIME_TO_FIRST_TOKEN, ServerMetrics
 from stretto.serve.prompts import PromptReader
+from stretto.serve.replies import ReplyPlan, ReplyPlanner
 from stretto.serve.sampling import fit_max_tokens, in_request_words, to_sampling
 from stretto.serve.schemas import GenerationBody
 from stretto.serve.settings import ServeSettings
+from stretto.text.grammar import GrammarError, check_grammar
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ID_LENGTH = 256
+GRAMMAR_SECONDS = 10.0  # for the check of one grammar
+CHECKED = 1024  # grammars that need no second check
 STATS_TIMEOUT = 5.0  # a scrape of a busy engine waits so long for fresh numbers
 
 
@@ -41,6 +49,7 @@ class Generation:
     body: GenerationBody
     requests: list[Request]
     ignored: list[str]
+    reply: ReplyPlan = field(default_factory=ReplyPlan)
     created: int = field(default_factory=lambda: int(time.time()))
     aborted: bool = False
 
@@ -58,12 +67,15 @@ class Service:
         self.info: EngineInfo = engine.info
         self.names = settings.served_model_names or (self.info.model_name,)
         self.reader = PromptReader(tokenizer, self.info.vocab_size, self.info.max_model_len)
+        self.replies = ReplyPlanner(tokenizer)
         self.metrics = ServerMetrics(self.info, self.names[0])
         self.started = int(time.time())
         self.draining = False
         self._live: dict[str, Generation] = {}
         self._live_requests = 0
         self._pool = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
+        self._grammar_pool = ThreadPoolExecutor(2, "grammar check")
+        self._checked: dict[Grammar, None] = {}  # the latest
         self._stats_lock = asyncio.Lock()
         self.token_bytes = functools.lru_cache(maxsize=65536)(tokenizer.token_bytes)
 
@@ -97,6 +109,7 @@ class Service:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._grammar_pool.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------------------------------ a call begins
     def choose_id(self, body: GenerationBody, http_id: str) -> str:
@@ -108,9 +121,13 @@ class Service:
             return body.request_id
         return http_id if http_id not in self._live else f"{http_id}-{uuid.uuid4().hex[:8]}"
 
-    def make_requests(self, id: str, body: GenerationBody, prompts: list[list[int]], arrival: float) -> list[Request]:
+    def make_requests(self, id: str, body: GenerationBody, prompts: list[list[int]], arrival: float,
+                      reply: ReplyPlan | None = None) -> list[Request]:
         """One engine request per prompt. Raises ApiError for what can be refused without the engine."""
         sampling = to_sampling(body, self.settings.default_sampling)
+        if reply is not None and (reply.grammar or reply.keep_special):
+            skip = sampling.skip_special_tokens and not reply.keep_special
+            sampling = msgspec.structs.replace(sampling, grammar=reply.grammar, skip_special_tokens=skip)
         total = len(prompts) * max(sampling.n, 1)
         if total > self.settings.max_choices:
             raise bad_request(f"n times the number of prompts is {total}; the limit is {self.settings.max_choices}",
@@ -123,6 +140,25 @@ class Service:
             requests.append(Request(rid=id if len(prompts) == 1 else f"{id}-{i}", tokens=tokens, sampling=fitted,
                                     priority=body.priority or 0, cache_salt=body.cache_salt or "", arrival=arrival))
         return requests
+
+    async def check_grammars(self, generation: Generation) -> None:
+        """Raises ApiError for a grammar that cannot be used. A grammar that has been checked is known from then on."""
+        if generation.reply.grammar is not None and not self.info.eos_token_ids:
+            raise unsupported("a grammar", "this model names no token that ends an answer")
+        for grammar, param in generation.reply.checks:
+            if grammar in self._checked:
+                continue
+            checking = asyncio.get_running_loop().run_in_executor(self._grammar_pool, check_grammar, grammar)
+            try:
+                await asyncio.wait_for(checking, GRAMMAR_SECONDS)
+            except GrammarError as e:
+                raise refused(param, e) from e
+            except TimeoutError:
+                raise bad_request(f"{param} takes more than {GRAMMAR_SECONDS:g} s to check; simplify it", param,
+                                  INVALID) from None
+            self._checked[grammar] = None
+            if len(self._checked) > CHECKED:
+                del self._checked[next(iter(self._checked))]
 
     @contextlib.contextmanager
     def registered(self, generation: Generation):

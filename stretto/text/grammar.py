@@ -78,7 +78,7 @@ def definition(grammar: Grammar) -> str:
         main = _definition(grammar)
     except ValueError as e:
         raise GrammarError(str(e)) from e
-    return _with_preamble(main, grammar.preamble) if grammar.preamble else main
+    return _surrounded(main, grammar.around) if grammar.around else main
 
 
 def _definition(grammar: Grammar) -> str:
@@ -108,7 +108,9 @@ def _parsed(source: str, types: tuple[type, ...]) -> Any:
     except (ValueError, RecursionError) as e:
         raise GrammarError(f"this is not JSON: {e}") from e
     if not isinstance(value, types):
-        raise GrammarError(f"this must be {' or '.join(t.__name__ for t in types)}, not {type(value).__name__}")
+        names = {dict: "an object", list: "a list", bool: "true or false"}
+        found = names.get(type(value), "a plain value")
+        raise GrammarError(f"this must be {' or '.join(names[t] for t in types)}, not {found}")
     return value
 
 
@@ -130,12 +132,11 @@ def _tags(tag: dict[str, Any]) -> list[StructTag]:
     return tags
 
 
-def _with_preamble(main: str, rules: str) -> str:
-    """`rules` define `preamble`, which the answer begins with."""
+def _surrounded(main: str, rules: str) -> str:
+    """`rules` with the grammar in the place of `@answer`."""
     parts = json.loads(main)["grammars"] if main.lstrip().startswith("{") else [{"lark_grammar": main}]
     parts[0] = {**parts[0], "name": "answer"}
-    lark = f'start: preamble SPACE @answer\nSPACE: /[ \\t\\r\\n]*/\n{rules}'
-    return json.dumps({"grammars": [{"name": "preamble", "lark_grammar": lark}, *parts]})
+    return json.dumps({"grammars": [{"name": "around", "lark_grammar": rules}, *parts]})
 
 
 def check_grammar(grammar: Grammar, tokens: LLTokenizer | None = None) -> None:

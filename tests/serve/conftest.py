@@ -70,10 +70,11 @@ Make = Callable[..., contextlib.AbstractAsyncContextManager[Api]]
 
 
 @contextlib.asynccontextmanager
-async def make_api(options: CoreOptions | None = None, **settings: Any) -> AsyncIterator[Api]:
+async def make_api(options: CoreOptions | None = None, tokenizer: ByteTokenizer | None = None,
+                   **settings: Any) -> AsyncIterator[Api]:
     """The app called directly, without sockets."""
     engine = await InProcessEngine.start(options or CoreOptions(), stall_timeout=settings.get("stall_timeout", 30.0))
-    app = build_app(engine, ByteTokenizer(), ServeSettings(**settings))
+    app = build_app(engine, tokenizer or ByteTokenizer(), ServeSettings(**settings))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         try:

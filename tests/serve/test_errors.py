@@ -78,10 +78,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"), ({"ignore_eos": 1}, "ignore_eos"),
 ]
 UNSUPPORTED: list[dict[str, Any]] = [
-    {"response_format": {"type": "json_object"}}, {"response_format": {"type": "json_schema", "json_schema": {}}},
-    {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"tool_choice": "required"}, {"functions": [{}]},
-    {"function_call": {"name": "f"}}, {"structured_outputs": {"regex": "a"}}, {"guided_json": {"type": "object"}},
-    {"regex": "a+"}, {"use_beam_search": True}, {"audio": {"voice": "x"}}, {"modalities": ["text", "audio"]},
+    {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"functions": [{}]},
+    {"function_call": {"name": "f"}}, {"grammar": "a"}, {"use_beam_search": True}, {"audio": {"voice": "x"}}, {"modalities": ["text", "audio"]},
     {"store": True}, {"prediction": {"type": "content"}}, {"chat_template": "{{ 1 }}"}, {"bad_words": ["x"]},
     {"logits_processors": ["x"]}, {"service_tier": "priority"}, {"length_penalty": 2.0},
     {"web_search_options": {"a": 1}},

@@ -1,0 +1,210 @@
+"""Tools, reasoning and forms of answers through the HTTP API: over scripted answers, and over a real engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.engine.build import grammars, text_streams
+from stretto.engine.core import EngineCore
+from stretto.spec.ngram import NgramDrafter
+from tests.engine.small import Oracle, make_core
+from tests.serve.conftest import Api, events, make_api
+from tests.serve.fakes import EOS, ByteTokenizer, CoreOptions
+
+PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+              "required": ["n"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("f", "g")]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"n": 12}}\n</tool_call>'
+NAME = {"served_model_names": ("fake/tiny",)}
+
+
+class ToolTokenizer(ByteTokenizer):
+    """A template that knows of tools and of reasoning; the prompt opens a thought where it is asked to."""
+
+    chat_template = "{{ tools }} <tool_call> <think></think>"
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
+                            **kwargs: Any) -> list[int]:
+        opened = kwargs.pop("open", False)
+        ids = super().apply_chat_template(messages, tools, **kwargs)
+        return ids + (list(b"<think>\n") if opened else [])
+
+
+def joined(text: str) -> dict[str, Any]:
+    """The message that a stream adds up to, and how it ended."""
+    out: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
+    for chunk in events(text)[:-1]:
+        choice = chunk["choices"][0]
+        delta = choice["delta"]
+        for name in ("content", "reasoning_content"):
+            out[name] += delta.get(name) or ""
+        for call in delta.get("tool_calls", []):
+            if call["index"] == len(out["tool_calls"]):
+                assert call["id"].startswith("call_") and call["type"] == "function"
+                out["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
+            out["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+        out["finish_reason"] = choice["finish_reason"] or out["finish_reason"]
+    return out
+
+
+def whole(answer: Any) -> dict[str, Any]:
+    choice = answer.json()["choices"][0]
+    message = choice["message"]
+    return {"content": message["content"] or "", "reasoning_content": message.get("reasoning_content", ""),
+            "tool_calls": [call["function"] for call in message.get("tool_calls", [])],
+            "finish_reason": choice["finish_reason"]}
+
+
+# ---------------------------------------------------------------------------------------------------- reading answers
+@pytest.mark.parametrize("block", [1, 3, 7, 200])
+async def test_an_answer_is_the_same_streamed_in_any_pieces(block: int):
+    said = f"<think>Two of them.\n</think>\n\nWell:\n{CALL}\n{CALL.replace('12', '7')}"
+    async with make_api(CoreOptions(block=block), ToolTokenizer()) as api:
+        answer = whole(await api.chat(f"say:{said}", tools=TOOLS, max_tokens=200))
+        streamed = await api.chat(f"say:{said}", tools=TOOLS, max_tokens=200, stream=True)
+    assert answer == joined(streamed.text) == {
+        "content": "Well:", "reasoning_content": "Two of them.", "finish_reason": "tool_calls",
+        "tool_calls": [{"name": "f", "arguments": '{"n": 12}'}, {"name": "f", "arguments": '{"n": 7}'}]}
+
+
+async def test_case_15_01_a_call_cut_by_the_limit_ends_with_length():
+    async with make_api(CoreOptions(block=4), ToolTokenizer()) as api:
+        for limit in range(1, len(CALL), 5):
+            answer = whole(await api.chat(f"say:{CALL}", tools=TOOLS, max_tokens=limit))
+            streamed = joined((await api.chat(f"say:{CALL}", tools=TOOLS, max_tokens=limit, stream=True)).text)
+            assert answer == streamed and answer["finish_reason"] == "length"
+
+
+async def test_without_tools_an_answer_that_looks_like_a_call_is_text():
+    async with make_api(CoreOptions(), ToolTokenizer()) as api:
+        answer = whole(await api.chat(f"say:{CALL}", max_tokens=200))
+        none = whole(await api.chat(f"say:{CALL}", tools=TOOLS, tool_choice="none", max_tokens=200))
+    assert answer["content"] == none["content"] == CALL and answer["finish_reason"] == "stop"
+
+
+async def test_reasoning_apart_within_or_left_out():
+    async with make_api(CoreOptions(), ToolTokenizer()) as api:
+        said = "say:<think>why</think>so"
+        assert whole(await api.chat(said, max_tokens=40))["reasoning_content"] == "why"
+        assert whole(await api.chat(said, max_tokens=40, separate_reasoning=False))["content"] == said[4:]
+        hidden = whole(await api.chat(said, max_tokens=40, include_reasoning=False))
+        assert (hidden["content"], hidden["reasoning_content"]) == ("so", "")
+    async with make_api(CoreOptions()) as api:  # a template that knows nothing of reasoning
+        assert whole(await api.chat(said, max_tokens=40))["content"] == said[4:]
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {
+        "properties": {"a": {"items": {"type": "foo"}}}}}}}, "response_format.json_schema.schema"),
+    ({"structured_outputs": {"json": {"type": 3}}}, "structured_outputs.json"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"structural_tag": {"triggers": []}}}, "structured_outputs.structural_tag"),
+    ({"regex": "a", "ebnf": "root ::= b"}, "ebnf"), ({"ebnf": "root ::= b"}, "ebnf"),
+    ({"json_schema": "{"}, "json_schema"), ({"guided_json": {"not": {}}}, "guided_json"),
+    ({"regex": "x" * 600_000}, "regex"),
+])
+@pytest.mark.parametrize("path", ["chat", "complete"])
+async def test_case_12_05_a_broken_grammar_is_a_400_that_names_the_place(path: str, fields: dict, param: str):
+    async with make_api() as api:
+        answer = await getattr(api, path)(**fields)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == param, error
+        assert param in error["message"]
+        await api.alive()
+
+
+async def test_the_place_within_a_schema_is_named():
+    schema = {"properties": {"a": {"items": {"type": "foo"}}}}
+    async with make_api() as api:
+        error = (await api.chat(structured_outputs={"json": schema})).json()["error"]
+    assert "#/properties/a/items" in error["message"] and "foo" in error["message"]
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"tools": [{"type": "web"}]}, "tools[0]"), ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name"),
+    ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"), ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}}}],
+      "tool_choice": "required"}, "tools[0].function.parameters"),
+])
+async def test_bad_tools_are_named(fields: dict, param: str):
+    async with make_api(CoreOptions(), ToolTokenizer()) as api:
+        answer = await api.chat("say:x", **fields)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+# -------------------------------------------------------------------------------------------------- over a real engine
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return Oracle.make(Path(tmp_path_factory.mktemp("model")), "llama", sharpness=0.7)
+
+
+def real(oracle: Oracle):
+    tokenizer = ToolTokenizer()
+
+    def core() -> EngineCore:
+        return make_core(oracle.model, drafter=NgramDrafter(3), text=text_streams(tokenizer), chunk=16, budget=48,
+                         eos_token_ids=frozenset({EOS}), grammars=grammars(tokenizer, oracle.model.vocab_size, [EOS]))
+    return make_api(core, tokenizer, **NAME)
+
+
+async def ask(api: Api, content: str = "go", **fields: Any) -> dict[str, Any]:
+    """Streamed and not: the same."""
+    body = {"max_tokens": 120, "temperature": 1.0, "seed": 5, "structured_outputs": None} | fields
+    answer, streamed = await api.chat(content, **body), await api.chat(content, **body, stream=True)
+    assert answer.status_code == 200, answer.text
+    assert whole(answer) == joined(streamed.text)
+    return whole(answer)
+
+
+async def test_forms_hold_in_a_real_engine(oracle: Oracle):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    async with real(oracle) as api:
+        strict = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
+        assert json.loads((await ask(api, **strict, separate_reasoning=False))["content"])["a"] in (1, 2)
+        chosen = await ask(api, structured_outputs={"choice": ["yes", "no"]}, separate_reasoning=False)
+        assert chosen["content"] in ("yes", "no") and chosen["finish_reason"] == "stop"
+        assert re.fullmatch("[0-9]{4}", (await ask(api, regex="[0-9]{4}", separate_reasoning=False))["content"])
+        ebnf = await ask(api, ebnf='root ::= "a" ("b" | "c") "d"', separate_reasoning=False)
+        assert ebnf["content"] in ("abd", "acd")
+        text = (await api.complete("x", structured_outputs={"regex": "[xyz]{3}"}, max_tokens=20)).json()
+        assert re.fullmatch("[xyz]{3}", text["choices"][0]["text"])
+
+
+async def test_a_call_that_must_come_comes_and_holds_its_schema(oracle: Oracle):
+    async with real(oracle) as api:
+        for several in (True, False):
+            got = await ask(api, tools=TOOLS, tool_choice="required", parallel_tool_calls=several,
+                            separate_reasoning=False)
+            whole_calls = got["tool_calls"] if got["finish_reason"] == "tool_calls" else got["tool_calls"][:-1]
+            assert got["tool_calls"] and got["content"] == "" and (several or len(got["tool_calls"]) == 1)
+            assert all(0 <= json.loads(call["arguments"])["n"] <= 99 for call in whole_calls)
+        named = {"type": "function", "function": {"name": "g"}}
+        got = await ask(api, tools=TOOLS, tool_choice=named, separate_reasoning=False)
+        assert [call["name"] for call in got["tool_calls"]] == ["g"] and got["finish_reason"] == "tool_calls"
+
+
+async def test_a_form_holds_behind_an_opened_thought(oracle: Oracle):
+    """The thought is cut by a bias towards its end marker's bytes only by chance; a grammar that allows nothing else
+    would be seen in the first token."""
+    async with real(oracle) as api:
+        got = await ask(api, regex="[0-9]{4}", chat_template_kwargs={"open": True}, max_tokens=24)
+        assert got["reasoning_content"] and not re.fullmatch("[0-9]*", got["reasoning_content"])
+
+
+async def test_strict_tools_leave_words_free(oracle: Oracle):
+    tools = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    async with real(oracle) as api:
+        got = await ask(api, tools=tools, max_tokens=24, separate_reasoning=False)
+        assert got["content"] and not got["tool_calls"] and got["finish_reason"] == "length"
