@@ -120,8 +120,11 @@ def _with_drafter(config: Config, facts: Facts, target: Target) -> tuple[Config,
     except DrafterError as e:
         refusal = Refusal(f"--speculation {asked}", f"model {target.name}", str(e), "choose another drafter")
         raise ConfigError([refusal]) from e
+    name = asked.partition(":")[0]
     groups = tuple(KVGroupFacts(window, values) for window, values in sizes.kv_groups)
-    found = DrafterFacts(asked.partition(":")[0], sizes.caps, sizes.parameters, groups, sizes.tap_values)
+    found = DrafterFacts(name, sizes.caps, sizes.parameters, groups, sizes.tap_values)
+    if tokens == 0:  # it will not be loaded
+        found = DrafterFacts(name, sizes.caps)
     return (replace(config, speculation=replace(config.speculation, speculation_tokens=tokens)),
             replace(facts, drafter=found))
 

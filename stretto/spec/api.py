@@ -70,7 +70,10 @@ class Drafter(Protocol):
     caps: DrafterCaps
 
     def ingest(self, step: RaggedStep, taps: dict[str, torch.Tensor]) -> None:
-        """Called after the commit of every step, for every row, whether or not the row will be offered drafts."""
+        """Called after the commit of every step, for every row, whether or not the row will be offered drafts.
+
+        `step` says what was fed, `taps` the hidden states of those tokens, [T, E] each. Views already say what was
+        committed (`length`, `known`); `draft_length` and the seams are those of before the step until this returns."""
         ...
 
     def propose(self, step: RaggedStep, view: SlotView, width: int) -> Offer:

@@ -256,3 +256,12 @@ def test_a_speculator_repo_as_the_model_starts_target_and_draft(served, drafts, 
     assert completion.token_ids == texts(served)[0][0] and completion.usage.drafted_tokens > 0
     with pytest.raises(ConfigError, match="drafter itself"):
         prepare(config(repo, "ngram"))
+
+
+def test_no_tokens_means_no_drafter(tmp_path, drafts) -> None:
+    """Nothing of it is loaded, and nothing is planned for it."""
+    tiny = made.make_target(tmp_path, window=16)
+    prepared = prepare(config(tmp_path, drafts["eagle3"], 0))
+    assert prepared.resolved.windows == (16,) and prepared.resolved.memory.draft_weights == 0
+    runner, _ = make_runner(tiny.model, prepared)
+    assert runner.drafter is None and runner.drafting.own is None
