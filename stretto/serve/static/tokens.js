@@ -1,0 +1,55 @@
+// Which parts of a streamed answer were drafts that the model accepted.
+//
+// A step emits a run of accepted drafts and one token of the model's own, in this order. A chunk that covers one step
+// says how many it accepted; one that joins several (the reader was slow) cannot say which, and is marked as such.
+// The text of a chunk is the server's word: tokens whose text is held back (a stop string may be forming) wait here.
+
+export class TokenPainter {
+  constructor() {
+    this.last = { steps: 0, accepted: 0 };
+    this.decoder = new TextDecoder();
+    this.waiting = []; // [text, kind, title]
+  }
+
+  // -> [[text, kind, title], ...] of what the chunk adds to the answer
+  paint(chunk) {
+    const choice = chunk.choices[0];
+    const text = choice?.delta?.content || "";
+    this.#collect(choice?.logprobs?.content || [], chunk.usage?.speculation);
+    return text ? this.#take(text) : [];
+  }
+
+  #collect(entries, now) {
+    if (!entries.length) return;
+    const steps = now ? now.steps - this.last.steps : 1;
+    const accepted = now ? now.accepted_tokens - this.last.accepted : 0;
+    if (now) this.last = { steps: now.steps, accepted: now.accepted_tokens };
+    entries.forEach((entry, i) => {
+      const kind = !accepted ? "own" : steps === 1 ? (i < accepted ? "accepted" : "own")
+        : accepted === entries.length ? "accepted" : "joined";
+      const text = this.decoder.decode(new Uint8Array(entry.bytes || []), { stream: true });
+      this.waiting.push([text, kind, `${JSON.stringify(entry.token)}  ${(100 * Math.exp(entry.logprob)).toFixed(1)} %`]);
+    });
+  }
+
+  #take(text) {
+    const out = [];
+    let left = text;
+    while (left && this.waiting.length) {
+      const [piece, kind, title] = this.waiting[0];
+      if (left.startsWith(piece)) {
+        out.push([piece, kind, title]);
+        left = left.slice(piece.length);
+        this.waiting.shift();
+      } else if (piece.startsWith(left)) { // the rest of the token comes with a later chunk
+        out.push([left, kind, title]);
+        this.waiting[0] = [piece.slice(left.length), kind, title];
+        left = "";
+      } else { // the text is not that of the tokens (special tokens, for one): shown plainly
+        this.waiting = [];
+      }
+    }
+    if (left) out.push([left, "own", ""]);
+    return out.filter(([piece]) => piece);
+  }
+}
