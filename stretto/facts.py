@@ -20,6 +20,7 @@ from stretto.attn.api import LayerSpec
 from stretto.config import DeviceFacts, DrafterFacts, Facts, KVGroupFacts, ModelFacts
 from stretto.device.kv import bytes_per_token, group_layers
 from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config
+from stretto.model.dequantize import dequantized
 from stretto.model.gguf import GGUFSource, gguf_config
 from stretto.model.registry import find_builder
 from stretto.model.source import SafetensorsSource, WeightSource
@@ -96,7 +97,8 @@ def model_facts(path: Path) -> ModelFacts:
     source = SafetensorsSource(path)
     if find_builder(architecture_of(raw)) is None:
         return _fallback_facts(path, source, generation)
-    return _native_facts(path, ModelConfig.from_hf(raw, generation), source, generation)
+    config = ModelConfig.from_hf(raw, generation)
+    return _native_facts(path, config, dequantized(source, config.quantization), generation)
 
 
 def _native_facts(path: Path, config: ModelConfig, source: WeightSource,

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stretto.model.errors import ConfigError
+from stretto.model.quantization import METHODS, Quantization, parse_quantization
 
-class ConfigError(ValueError):
-    """A configuration that cannot be served. Names the key, its value and what would do."""
+__all__ = ["ConfigError", "ModelConfig", "RopeConfig"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class ModelConfig:
     bos_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None  # what the checkpoint was saved in, by name
+    quantization: Quantization | None = None  # how the checkpoint stores its weights
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # config.json as it is
 
     @classmethod
@@ -113,7 +115,6 @@ class ModelConfig:
         name = architecture_of(config)
         given = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **_FAMILY_DEFAULTS.get(name, {}), **config}
         get = given.get
-        refuse_quantization(config)
         sizes = {key: _positive(name, key, get(key)) for key in
                  ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                   "max_position_embeddings")}
@@ -135,7 +136,7 @@ class ModelConfig:
             max_position=most, local_rope=local_rope,
             bos_token_ids=token_ids("bos_token_id", config, generation_config),
             eos_token_ids=token_ids("eos_token_id", config, generation_config),
-            dtype=get("dtype") or get("torch_dtype"), raw=config)
+            dtype=get("dtype") or get("torch_dtype"), quantization=parse_quantization(config), raw=config)
 
     def value(self, key: str) -> Any:
         """What config.json gives under `key`, else the family's default, else None."""
@@ -182,13 +183,14 @@ def token_ids(key: str, *configs: Mapping[str, Any] | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(i) for i in found))
 
 
-def refuse_quantization(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a checkpoint whose weights are quantised by a method of `quantization_config`."""
+def refuse_quantization(name: str, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a checkpoint with a `quantization_config`, where none is read."""
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-        raise ConfigError(f"quantization_config: the weights are quantised by {method!r}, which is not supported: take "
-                          "the model's unquantised checkpoint, or a GGUF file of it")
+        raise ConfigError(f"quantization_config: the weights of {name} are quantised by {method!r}; quantised "
+                          f"checkpoints ({', '.join(METHODS)}) are read for native families alone: take the "
+                          "unquantised one")
 
 
 def served_positions(name: str, max_position: int, context: int | None) -> int:

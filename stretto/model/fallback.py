@@ -169,7 +169,7 @@ def load_fallback(folder: Path, raw: Mapping[str, Any], generation: Mapping[str,
                   device: torch.device, progress: Progress | None = None, context: int | None = None) -> FallbackModel:
     """Loads a model through transformers. Raises UnsupportedModel with the reason, ConfigError, WeightError."""
     name = architecture_of(raw)
-    refuse_quantization(raw)
+    refuse_quantization(name, raw)
     config = _read_hf_config(folder, name, raw)
     text = config.get_text_config()
     _refuse_by_config(name, config, text)

@@ -13,6 +13,7 @@ import torch
 
 from stretto.model.api import CausalModel
 from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config, served_positions
+from stretto.model.dequantize import dequantized
 from stretto.model.gguf import GGUFSource, gguf_config
 from stretto.model.registry import NATIVE, find_builder
 from stretto.model.source import SafetensorsSource, WeightSource
@@ -38,7 +39,8 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, pr
 
         return load_fallback(path, raw, generation, dtype=dtype, device=device, progress=progress, context=context)
     config = ModelConfig.from_hf(raw, generation)
-    return build_model(config, SafetensorsSource(path), dtype, device, progress, context)
+    source = dequantized(SafetensorsSource(path), config.quantization, dtype)
+    return build_model(config, source, dtype, device, progress, context)
 
 
 def build_model(config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device,

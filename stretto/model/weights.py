@@ -95,8 +95,9 @@ class Weights:
         total, done = sum(c.target.numel() for c in self._copies), 0
         for copy in self._copies:
             tensor = self._source.tensor(copy.name)
-            if not tensor.dtype.is_floating_point:
-                raise WeightError(f"{copy.name} holds {tensor.dtype}; weights must be floating-point numbers")
+            if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+                raise WeightError(f"{copy.name} holds {tensor.dtype}; weights must be floating-point numbers of 16 "
+                                  "bits or more, or be quantised in a way that config.json names")
             copy.target.copy_(tensor)
             done += copy.target.numel()
             if progress is not None:

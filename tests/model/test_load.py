@@ -130,7 +130,7 @@ def test_buffers_of_old_checkpoints_are_ignored(folder):
 
 
 @pytest.mark.parametrize("change, says", [
-    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by 'gptq'"),
+    ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, "quantised by 'hqq'"),
     ({"num_hidden_layers": None}, "num_hidden_layers is None; the config must give a positive whole number"),
     ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     ({"hidden_act": "wobble"}, "hidden_act 'wobble' is not supported"),

@@ -1,0 +1,177 @@
+"""Quantised checkpoints equal transformers' model with the numbers that are meant; what cannot be read is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stretto.facts import model_facts
+from stretto.model.config import ConfigError
+from stretto.model.load import load_model
+from stretto.model.quantization import parse_quantization
+from stretto.model.source import WeightError
+from tests.model import quantized
+from tests.model.dense import greedy, run
+from tests.model.tiny import ids_of, oracle_greedy, oracle_logits, save
+
+CPU = torch.device("cpu")
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+
+
+def compressed(layout: str, **weights) -> dict:
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": {"weights": weights}}}
+
+
+def int_of(bits: int) -> dict:
+    return compressed("pack-quantized", num_bits=bits, type="int", strategy="group", group_size=quantized.GROUP)
+
+
+def blocks(o: int, i: int) -> tuple[int, int]:
+    return -(-o // 48), -(-i // 48)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": quantized.GROUP, "checkpoint_format": "gptq"}
+FLOAT8 = {"num_bits": 8, "type": "float"}
+UP = "model.layers.1.mlp.up_proj"
+LAYOUTS = {
+    "gptq-4": (quantized.gptq(4), GPTQ, "4 bits"),
+    "gptq-2": (quantized.gptq(2), GPTQ | {"bits": 2}, "2 bits"),
+    "gptq-8-shuffled": (quantized.gptq(8, shuffled=True), GPTQ | {"bits": 8, "desc_act": True}, "8 bits"),
+    "gptq-v2": (quantized.gptq(4, version=2), GPTQ | {"checkpoint_format": "gptq_v2"}, "4 bits"),
+    "awq": (quantized.awq, {"quant_method": "awq", "bits": 4, "group_size": quantized.GROUP}, "4 bits"),
+    "packed-4": (quantized.packed(4), int_of(4), "4 bits"),
+    "packed-8": (quantized.packed(8), int_of(8), "8 bits"),
+    "packed-4-zero-points": (quantized.packed(4, zero_points=True), int_of(4), "4 bits"),
+    "packed-4-shuffled": (quantized.packed(4, shuffled=True), int_of(4), "4 bits"),
+    "packed-4-per-channel": (quantized.packed(4, per_channel=True), int_of(4), "4 bits"),
+    "int8": (quantized.int8, compressed("int-quantized", num_bits=8, type="int", strategy="channel"), "8 bits"),
+    "fp8-per-tensor": (quantized.fp8("weight_scale", lambda o, i: (), extra=True), {"quant_method": "fp8"}, "8 bits"),
+    "fp8-per-channel": (quantized.fp8("weight_scale", lambda o, i: (o, 1)),
+                        compressed("float-quantized", strategy="channel", **FLOAT8), "8 bits"),
+    "fp8-per-row": (quantized.fp8("weight_scale", lambda o, i: (o,)), {"quant_method": "fbgemm_fp8"}, "8 bits"),
+}
+
+
+def save_quantized(folder, layout: str):
+    pack, config, _ = LAYOUTS[layout]
+    oracle = save(folder, "Llama", **SHAPE)
+    quantized.rewrite(folder, pack, config, oracle)
+    return oracle
+
+
+def load(folder):
+    return load_model(folder, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_transformers_with_the_numbers_that_are_meant(layout, tmp_path, caplog):
+    oracle = save_quantized(tmp_path, layout)
+    with caplog.at_level(logging.WARNING):
+        model, ids = load(tmp_path), ids_of(15)
+    torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
+    assert greedy(model, ids, 8) == oracle_greedy(oracle, ids, 8)
+    assert f"stored in {LAYOUTS[layout][2]}" in caplog.text and "GB of float32 instead of" in caplog.text
+    assert model_facts(tmp_path).parameters == sum(p.numel() for p in oracle.parameters())
+
+
+def test_blocks_that_do_not_divide_a_matrix(tmp_path):
+    """The last block of a row or column is narrower."""
+    oracle = save(tmp_path, "Qwen3", **SHAPE)
+    pack = quantized.fp8("weight_scale_inv", blocks)
+
+    def by_blocks(base, weight, generator):
+        stored, _ = pack(base, weight, generator)
+        scale = stored[f"{base}.weight_scale_inv"]
+        rows, columns = (torch.arange(n) // 48 for n in weight.shape)
+        return stored, stored[f"{base}.weight"].float() * scale[rows][:, columns]
+    quantized.rewrite(tmp_path, by_blocks, {"quant_method": "fp8", "weight_block_size": [48, 48]}, oracle)
+    model, ids = load(tmp_path), ids_of(15)
+    torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
+
+
+def test_mxfp4_experts_equal_transformers(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    oracle = save(tmp_path, "GptOss", hidden_size=64, intermediate_size=96, head_dim=16, num_local_experts=4,
+                  num_experts_per_tok=2)
+    tensors, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(3)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, rows = tensors.pop(name).shape
+        stored = torch.randint(256, (experts, rows, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(122, 126, (experts, rows, inputs // 32), dtype=torch.uint8, generator=generator)
+        tensors |= {f"{name}_blocks": stored, f"{name}_scales": scales}
+        oracle.get_parameter(name).copy_(convert_moe_packed_tensors(stored, scales, dtype=torch.float32))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    model, ids = load(tmp_path), ids_of(15)
+    torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=2e-4, rtol=1e-4)
+
+
+def test_experts_that_are_stored_one_by_one(tmp_path):
+    oracle = save(tmp_path, "Qwen3Moe", **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    pack = quantized.gptq(4)
+    tensors, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(3)
+    name = "model.layers.1.mlp.experts.2.gate_proj"
+    stored, meant = pack(name, tensors.pop(f"{name}.weight"), generator)
+    save_file({k: v.contiguous() for k, v in (tensors | stored).items()}, tmp_path / "model.safetensors")
+    oracle.model.layers[1].mlp.experts.gate_up_proj[2, :32] = meant
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": GPTQ}))
+    model, ids = load(tmp_path), ids_of(15)
+    torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------- refused
+@pytest.mark.parametrize("config, says", [
+    ({"quant_method": "bitsandbytes"}, r"'bitsandbytes', which is not supported; supported: fp8, .*gptq, awq"),
+    ({}, None),
+    (GPTQ | {"bits": 3}, "gptq with bits 3"),
+    (GPTQ | {"checkpoint_format": "marlin"}, "gptq with checkpoint_format 'marlin'"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq with version 'gemv'"),
+    (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "format 'nvfp4-pack-quantized'"),
+    (compressed("pack-quantized", num_bits=3, type="int"), "weights 'int of 3 bits'"),
+    (compressed("pack-quantized", num_bits=4, type="int") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+     "sparsity_config.format 'sparse-24-bitmask'"),
+    ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups"),
+])
+def test_methods_are_refused_by_name(config, says):
+    if says is None:
+        assert parse_quantization({"quantization_config": config}) is None
+    else:
+        with pytest.raises(ConfigError, match=says):
+            parse_quantization({"quantization_config": config})
+
+
+def edit(folder, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("layout, change, says", [
+    ("gptq-4", lambda t: t.pop(f"{UP}.qzeros"), r"up_proj.qweight is quantised, but .*qzeros is missing"),
+    ("packed-4", lambda t: t.pop(f"{UP}.weight_scale"), r"weight_packed is quantised, but .*_scale is missing"),
+    ("gptq-4", lambda t: t.update({f"{UP}.scales": torch.ones(3, 128)}), "64 columns do not make 3 groups"),
+    ("fp8-per-row", lambda t: t.update({f"{UP}.weight_scale": torch.ones(7)}),
+     r"weight_scale is \[7\], which fits no weight of \[128, 64\]"),
+    ("int8", lambda t: t.pop(f"{UP}.weight_scale"), r"up_proj.weight holds torch.int8"),
+    ("fp8-per-row", lambda t: t.pop(f"{UP}.weight_scale"), r"up_proj.weight holds torch.float8_e4m3fn"),
+])
+def test_damaged_checkpoints_are_named(layout, change, says, tmp_path):
+    save_quantized(tmp_path, layout)
+    edit(tmp_path, change)
+    with pytest.raises(WeightError, match=says):
+        load(tmp_path)
+
+
+def test_a_config_that_quantises_nothing_is_refused(tmp_path):
+    save(tmp_path, "Llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": GPTQ}))
+    with pytest.raises(WeightError, match=r"weights are stored in 4 bits \(gptq\), but no tensor is"):
+        load(tmp_path)
