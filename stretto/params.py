@@ -1,8 +1,9 @@
 """What a request asks of the sampler. No torch in this module.
 
-Order in which the processors act, at every position of a verify window: logit bias, min_tokens (stop ids masked),
-penalties (repetition over prompt and output; presence and frequency over output, ids accepted earlier in the same
-window included), temperature, top-k, top-p, min-p. Greedy is temperature 0: the lowest id among equal maxima.
+Order in which the processors act, at every position of a verify window: logit bias, bad words, min_tokens (stop ids
+masked), penalties (repetition over prompt and output; presence and frequency over output, ids accepted earlier in the
+same window included), allowed ids, grammar; then temperature, top-k, top-p and min-p, which see only what is left.
+Greedy is temperature 0: the lowest id among equal maxima.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD = 32  # ids of one
 _RANGES = (("temperature", 0.0, 1e6), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("repetition_penalty", 0.0, 1e6),
            ("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0), ("top_k", -1, 2**31 - 1),
            ("min_tokens", 0, 2**31 - 1))
@@ -50,6 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()  # the only ids that may be sampled; (): all. Name the stop ids as well
+    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of ids that the text, its prompt included, does not come to hold
     min_tokens: int = 0
     max_tokens: int | None = None  # None: as many as the context has room for; 0: score the prompt only
     seed: int | None = None  # None: a random seed for each request
@@ -83,9 +88,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if len(self.logit_bias) > MAX_BIASES:
             raise ParameterError("logit_bias", f"{len(self.logit_bias)} entries; the limit is {MAX_BIASES}")
         self._check_ids("logit_bias", self.logit_bias, vocab_size)
+        self._check_restrictions(vocab_size)
         for value in self.logit_bias.values():
             if not (math.isfinite(value) and -100 <= value <= 100):
                 raise ParameterError("logit_bias", f"a bias is {value}; it must lie in -100..100")
+
+    def _check_restrictions(self, vocab_size: int) -> None:
+        self._check_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        if self.allowed_token_ids and self.grammar is not None:
+            raise ParameterError("allowed_token_ids", "allowed_token_ids and a grammar exclude each other: the ids may"
+                                 " leave nothing of what the grammar demands; say it in the grammar")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise ParameterError("bad_words", f"bad_words has {len(self.bad_words)} words; the limit is {MAX_BAD_WORDS}")
+        for run in self.bad_words:
+            if not 1 <= len(run) <= MAX_BAD_WORD:
+                raise ParameterError("bad_words", f"bad_words has one of {len(run)} tokens; it must have 1..{MAX_BAD_WORD}")
+            self._check_ids("bad_words", run, vocab_size)
 
     def _check_ranges(self) -> None:
         for name, low, high in _RANGES:

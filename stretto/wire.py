@@ -95,6 +95,8 @@ class Seat:
     log: list[int]
     stop_ids: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] = ()  # the ids that may be sampled; (): all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of ids that the log may not come to end with
 
 
 @dataclass
@@ -149,11 +151,14 @@ class PackedPlan(Generic[Array]):
     biases: Array  # [B, 4]: slot, index, token id, bits of the float32 bias
     draft_heads: Array  # [D, 4]: slot, epoch, at, count
     draft_ids: Array  # [sum of counts]
+    allowed: Array  # [W, 2]: slot, token id
+    bad_words: Array  # [Y, 4]: slot, run, place from the run's end, token id
     late_mask: bool = False
 
 
-_WIDTHS = (1, _SEAT_WIDTH, 4, 4, 3, 3, 3, 4, 4, 1)
-_FIELDS = ("releases", "seats", "maps", "page_ops", "rows", "log_cells", "stops", "biases", "draft_heads", "draft_ids")
+_WIDTHS = (1, _SEAT_WIDTH, 4, 4, 3, 3, 3, 4, 4, 1, 2, 4)
+_FIELDS = ("releases", "seats", "maps", "page_ops", "rows", "log_cells", "stops", "biases", "draft_heads", "draft_ids",
+           "allowed", "bad_words")
 
 
 def _bits(values) -> np.ndarray:
@@ -180,6 +185,11 @@ def _log_cells(seats: list[Seat]) -> np.ndarray:
     return np.concatenate(parts) if parts else np.empty((0, 3), dtype=np.int32)
 
 
+def _restrictions(seats: list[Seat]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    return ([(s.slot, t) for s in seats for t in s.allowed],
+            [(s.slot, i, j, t) for s in seats for i, run in enumerate(s.bad_words) for j, t in enumerate(run[::-1])])
+
+
 def pack_plan(plan: StepPlan) -> np.ndarray:
     """The plan as one contiguous int32 array."""
     stops = [(s.slot, i, t) for s in plan.seats for i, t in enumerate(s.stop_ids)]
@@ -188,7 +198,7 @@ def pack_plan(plan: StepPlan) -> np.ndarray:
     ids = [t for d in plan.drafts for t in d.ids]
     maps = list({m[:3]: m for m in plan.maps}.values())  # one write a table entry: a scatter keeps no order
     parts = (plan.releases, _seat_rows(plan.seats), maps, plan.page_ops, plan.rows, _log_cells(plan.seats), stops,
-             biases, heads, ids)
+             biases, heads, ids, *_restrictions(plan.seats))
     arrays = [np.asarray(p, dtype=np.int32).reshape(-1, w) for p, w in zip(parts, _WIDTHS)]
     header = np.zeros(HEADER, dtype=np.int32)
     header[0], header[1] = plan.seq, plan.draft_width

@@ -45,7 +45,7 @@ class Chooser:
         slots, table = self._slots(rows), self.table
         where = Positions(slots, table.known[slots] + offset, table.ints, table.reals)
         ids = sample(process(logits, where, table, self.shape), where, self.shape)
-        if self.shape.penalised:
+        if self.shape.penalised or self.shape.restricted:
             n_out = self.step.n_out if rows is None else self.step.n_out[rows]
             table.sketch(slots, n_out, offset, ids)
         return ids
@@ -53,7 +53,7 @@ class Chooser:
     def block(self, logits: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         assert self.shape is not None
         n, width, vocab = logits.shape
-        if self.shape.penalised:  # each id depends on those before it
+        if self.shape.penalised or self.shape.restricted:  # each id depends on those before it
             return torch.stack([self(logits[:, i], rows, i) for i in range(width)], 1)
         slots = self._slots(rows).repeat_interleave(width)
         offset = torch.arange(width, device=slots.device).repeat(n)

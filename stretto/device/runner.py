@@ -121,6 +121,9 @@ class Runner:
         self.features.update(on_host)
         if len(on_host.biases):
             self.table.widen_biases(int(on_host.biases[:, 1].max()) + 1)
+        if len(on_host.allowed) or len(on_host.bad_words):
+            runs, longest = (on_host.bad_words[:, 1:3].max(0) + 1).tolist() if len(on_host.bad_words) else (0, 0)
+            self.table.widen_restrictions(self.model.vocab_size if len(on_host.allowed) else 0, runs, longest)
 
     def run_now(self, rows: torch.Tensor, shape: StepShape) -> tuple[torch.Tensor, StepShape]:
         return self.run(rows, shape), shape

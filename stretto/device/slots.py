@@ -33,6 +33,9 @@ class SlotTable:
         self.stops = torch.full((n_slots, MAX_STOP_IDS), NO_TOKEN, dtype=torch.int32, device=device)
         self.bias_ids = torch.zeros(n_slots, 0, dtype=torch.int64, device=device)
         self.bias_values = torch.zeros(n_slots, 0, dtype=torch.float32, device=device)
+        self.restricted = torch.zeros(n_slots, dtype=torch.bool, device=device)
+        self.allowed = torch.zeros(n_slots, 0, dtype=torch.bool, device=device)  # [S, V] once it is needed
+        self.bad_words = torch.zeros(n_slots, 0, 0, dtype=torch.int32, device=device)  # [S, N, length], from the end
         self.tables = torch.full((n_groups, n_slots, pages), NULL_PAGE, dtype=torch.int32, device=device)
         self.page_tables = self.tables.unbind(0)  # one a group
         self.ints[Int.DONE] = 1
@@ -92,6 +95,7 @@ class SlotTable:
         if len(plan.stops):
             self.stops[plan.stops[:, 0].long(), plan.stops[:, 1].long()] = plan.stops[:, 2]
         self._seat_biases(slots, plan.biases)
+        self._seat_restrictions(slots, plan)
 
     def _seat_biases(self, slots: torch.Tensor, biases: torch.Tensor) -> None:
         self.bias_values.index_fill_(0, slots, 0.0)
@@ -99,6 +103,28 @@ class SlotTable:
             return
         self.bias_ids[biases[:, 0].long(), biases[:, 1].long()] = biases[:, 2].long()
         self.bias_values[biases[:, 0].long(), biases[:, 1].long()] = biases[:, 3].contiguous().view(torch.float32)
+
+    def _seat_restrictions(self, slots: torch.Tensor, plan: PackedPlan[torch.Tensor]) -> None:
+        if self.allowed.shape[1]:
+            self.restricted.index_fill_(0, slots, False)
+            if len(plan.allowed):
+                slot, token = plan.allowed.long().unbind(1)
+                self.allowed.index_fill_(0, slots, False)
+                self.restricted.index_fill_(0, slot, True)
+                self.allowed[slot, token] = True
+        if self.bad_words.shape[1]:
+            self.bad_words.index_fill_(0, slots, NO_TOKEN)
+            slot, run, place, token = plan.bad_words.long().unbind(1)
+            self.bad_words[slot, run, place] = token.to(torch.int32)
+
+    def widen_restrictions(self, vocab: int, runs: int, longest: int) -> None:
+        """Room for allowed ids of a vocabulary (0: not needed), and for so many bad words of so many ids a slot."""
+        if vocab and not self.allowed.shape[1]:
+            self.allowed = torch.zeros(len(self.restricted), vocab, dtype=torch.bool, device=self.device)
+        _, n, length = self.bad_words.shape
+        if runs > n or longest > length:
+            pad = (0, max(0, longest - length), 0, max(0, runs - n))
+            self.bad_words = torch.nn.functional.pad(self.bad_words, pad, value=NO_TOKEN)
 
     def widen_biases(self, width: int) -> None:
         """Room for `width` logit biases a slot; called before the plan that needs it, which is rare."""

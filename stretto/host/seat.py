@@ -11,7 +11,8 @@ def seat_of(turn: Turn, lease: Lease, *, fresh: bool, seam: int, log_from: int) 
     """`lease` is the turn's own, without steps in flight: no step can move a length named here."""
     sampling = turn.job.request.sampling
     return Seat(turn.slot, fresh, _ints(turn, lease, seam), _reals(turn.job), log_from, turn.tokens[log_from:],
-                turn.job.stop_ids if turn.job.goal == Goal.GENERATE else (), tuple(sorted(sampling.logit_bias.items())))
+                turn.job.stop_ids if turn.job.goal == Goal.GENERATE else (), tuple(sorted(sampling.logit_bias.items())),
+                sampling.allowed_token_ids, sampling.bad_words)
 
 
 def _ints(turn: Turn, lease: Lease, seam: int) -> list[int]:

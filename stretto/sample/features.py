@@ -18,6 +18,7 @@ class Features:
     filtered: bool = False  # top-k, top-p or min-p
     penalised: bool = False
     biased: bool = False
+    restricted: bool = False  # allowed ids or bad words
     min_tokens: bool = False
     alternatives: int = -1  # log-probabilities: -1 none, else alternatives a token
     scores_prompt: bool = False
@@ -38,6 +39,7 @@ class StepShape:
     filtered: bool = False
     penalised: bool = False
     biased: bool = False
+    restricted: bool = False
     min_tokens: bool = False
     alternatives: int = -1
     scores_prompt: bool = False
@@ -52,6 +54,7 @@ def step_shape(caps: list[int], rows: list[Features], draft_width: int, exact: b
         rows=len(rows), tokens=None if exact else sum(caps), logits=None if exact else sum(windows), width=max(windows),
         draft_width=draft_width, sampled=any(f.sampled for f in rows), filtered=any(f.filtered for f in rows),
         penalised=any(f.penalised for f in rows), biased=any(f.biased for f in rows),
+        restricted=any(f.restricted for f in rows),
         min_tokens=any(f.min_tokens for f in rows), alternatives=max(f.alternatives for f in rows),
         scores_prompt=any(f.scores_prompt for f in rows), masked=masked)
 
@@ -65,19 +68,22 @@ class FeatureMirror:
         for slot in plan.releases.tolist():
             self.of_slot.pop(slot, None)
         biased = set(plan.biases[:, 0].tolist())
+        restricted = {*plan.allowed[:, 0].tolist(), *plan.bad_words[:, 0].tolist()}
         for seat in plan.seats:
             slot = int(seat[0])
-            self.of_slot[slot] = _features(seat[4 : 4 + N_INT], seat[4 + N_INT :].view(np.float32), slot in biased)
+            self.of_slot[slot] = _features(seat[4 : 4 + N_INT], seat[4 + N_INT :].view(np.float32), slot in biased,
+                                            slot in restricted)
 
     def of_rows(self, slots: list[int]) -> list[Features]:
         none = Features()
         return [self.of_slot.get(slot, none) for slot in slots]
 
 
-def _features(ints: np.ndarray, reals: np.ndarray, biased: bool) -> Features:
+def _features(ints: np.ndarray, reals: np.ndarray, biased: bool, restricted: bool) -> Features:
     sampled = bool(reals[Real.TEMPERATURE] > 0)
     filtered = bool(ints[Int.TOP_K] > 0 or reals[Real.TOP_P] < 1 or reals[Real.MIN_P] > 0)
     penalised = bool(reals[Real.REPETITION] != 1 or reals[Real.PRESENCE] != 0 or reals[Real.FREQUENCY] != 0)
     return Features(sampled=sampled, filtered=sampled and filtered, penalised=penalised, biased=biased,
+                    restricted=restricted,
                     min_tokens=bool(ints[Int.FIRST_STOP] > ints[Int.PROMPT]), alternatives=int(ints[Int.LOGPROBS]),
                     scores_prompt=bool(ints[Int.SCORE_FROM] != NEVER), speculation=int(ints[Int.SPECULATION]))

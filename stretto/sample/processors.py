@@ -1,8 +1,9 @@
 """Logit processors, applied at every sampled position of every row, through the slot table.
 
-Order (documented for users in `stretto.params`): logit bias, min_tokens, penalties, grammar; then temperature, top-k,
-top-p and min-p in `sampler`. Penalties count from the row's own log, so a rewind, a retraction or a rejected draft has
-nothing to undo: the ids before a position are the log before it, drafts of the same window included.
+Order (documented for users in `stretto.params`): logit bias, bad words, min_tokens, penalties, allowed ids, grammar;
+then temperature, top-k, top-p and min-p in `sampler`. Penalties and bad words read the row's own log, so a rewind, a
+retraction or a rejected draft has nothing to undo: the ids before a position are the log before it, drafts of the same
+window included.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from stretto.wire import Int, Real
+
+_FORBIDDEN = -1e9  # finite: what a grammar demands is still found
 
 
 class Positions:
@@ -41,6 +44,21 @@ def forbid_stops(logits: torch.Tensor, where: Positions, stops: torch.Tensor) ->
     forbidden = (ids >= 0) & (where.at < where.int(Int.FIRST_STOP))[:, None]
     penalty = torch.where(forbidden, float("-inf"), 0.0)
     logits.scatter_add_(1, ids.clamp_(min=0), penalty.to(logits.dtype))
+
+
+def forbid_words(logits: torch.Tensor, where: Positions, log: torch.Tensor, bad_words: torch.Tensor) -> None:
+    """An id that would complete a bad word is as good as never sampled, unless a grammar leaves no other. logits
+    [L, V], changed in place; log [S, C]; bad_words [S, N, length]: ids from each word's end backwards, -1 behind it."""
+    words = bad_words[where.slots]
+    before = where.at[:, None] - 1 - torch.arange(words.shape[2] - 1, device=log.device)
+    history = torch.where(before >= 0, log[where.slots[:, None], before.clamp(min=0)], -2)
+    begun = ((words[:, :, 1:] == history[:, None, :]) | (words[:, :, 1:] < 0)).all(-1) & (words[:, :, 0] >= 0)
+    logits.scatter_add_(1, words[:, :, 0].clamp(min=0).long(), torch.where(begun, _FORBIDDEN, 0.0).to(logits.dtype))
+
+
+def keep_allowed(logits: torch.Tensor, where: Positions, allowed: torch.Tensor, restricted: torch.Tensor) -> None:
+    """logits [L, V], changed in place; allowed [S, V] bool, of the slots in restricted [S]."""
+    logits.masked_fill_(~allowed[where.slots] & restricted[where.slots][:, None], float("-inf"))
 
 
 def penalise(logits: torch.Tensor, where: Positions, log: torch.Tensor) -> None:

@@ -10,8 +10,17 @@ import torch
 from stretto.device.slots import SlotTable
 from stretto.ragged import RaggedStep
 from stretto.sample.features import StepShape
-from stretto.sample.processors import Positions, TokenMasks, add_bias, apply_masks, forbid_stops, penalise
-from stretto.sample.sampler import greedy, sample_all, sample_filtered
+from stretto.sample.processors import (
+    Positions,
+    TokenMasks,
+    add_bias,
+    apply_masks,
+    forbid_stops,
+    forbid_words,
+    keep_allowed,
+    penalise,
+)
+from stretto.sample.sampler import greedy, greedy_or_sampled, sample_all, sample_filtered
 from stretto.wire import Int, Real
 
 
@@ -33,15 +42,19 @@ def mask(logits: torch.Tensor, step: RaggedStep, masks: TokenMasks) -> torch.Ten
 
 def process(logits: torch.Tensor, where: Positions, table: SlotTable, shape: StepShape) -> torch.Tensor:
     """logits [L, V] float32; returns them processed (a copy where anything changes)."""
-    if not (shape.biased or shape.min_tokens or shape.penalised):
+    if not (shape.biased or shape.restricted or shape.min_tokens or shape.penalised):
         return logits
     logits = logits.clone()
     if shape.biased:
         add_bias(logits, where, table.bias_ids, table.bias_values)
+    if shape.restricted and table.bad_words.shape[1]:
+        forbid_words(logits, where, table.log, table.bad_words)
     if shape.min_tokens:
         forbid_stops(logits, where, table.stops)
     if shape.penalised:
         penalise(logits, where, table.log)
+    if shape.restricted and table.allowed.shape[1]:
+        keep_allowed(logits, where, table.allowed, table.restricted)
     return logits
 
 
@@ -52,7 +65,7 @@ def sample(logits: torch.Tensor, where: Positions, shape: StepShape) -> torch.Te
     kinds = _kinds(where)
     if logits.device.type == "cpu":
         return _sample_by_kind(logits, where, kinds)
-    ids = torch.where(kinds == 0, greedy(logits), sample_all(logits, where))
+    ids = greedy_or_sampled(logits, where)
     if shape.filtered:
         ids = torch.where(kinds == 2, sample_filtered(logits, where), ids)
     return ids

@@ -31,6 +31,16 @@ class PromptReader:
             return [prompt]
         return [prompt] if type(prompt[0]) is int else prompt
 
+    def bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as its ids, at the beginning of a text and behind a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for i, word in enumerate(words):
+            if not word.strip():
+                raise bad_request(f"bad_words[{i}] is empty", f"bad_words[{i}]")
+            for text in (word, f" {word.lstrip()}"):
+                found[tuple(self.tokenizer.encode(text, False))] = None
+        return tuple(found)
+
     def _check_size(self, characters: int, param: str) -> None:
         """Refuses what cannot fit before it is tokenised, so that a huge text costs nothing."""
         if characters <= self.context * CHARACTERS_PER_TOKEN:

@@ -75,12 +75,16 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": "x" * 2000}, "cache_salt"), ({"request_id": ""}, "request_id"),
     ({"request_id": "a\nb"}, "request_id"), ({"request_id": "ä"}, "request_id"),
     ({"request_id": "x" * 300}, "request_id"),
+    ({"bad_words": [""]}, "bad_words[0]"), ({"bad_words": "x"}, "bad_words"),
+    ({"allowed_token_ids": [VOCAB]}, "allowed_token_ids"), ({"allowed_token_ids": ["x"]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [1], "regex": "a"}, "allowed_token_ids"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"), ({"ignore_eos": 1}, "ignore_eos"),
 ]
 UNSUPPORTED: list[dict[str, Any]] = [
     {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"functions": [{}]},
-    {"function_call": {"name": "f"}}, {"grammar": "a"}, {"use_beam_search": True}, {"audio": {"voice": "x"}}, {"modalities": ["text", "audio"]},
-    {"store": True}, {"prediction": {"type": "content"}}, {"chat_template": "{{ 1 }}"}, {"bad_words": ["x"]},
+    {"function_call": {"name": "f"}}, {"grammar": "a"}, {"use_beam_search": True},
+    {"audio": {"voice": "x"}}, {"modalities": ["text", "audio"]},
+    {"store": True}, {"prediction": {"type": "content"}}, {"chat_template": "{{ 1 }}"},
     {"logits_processors": ["x"]}, {"service_tier": "priority"}, {"length_penalty": 2.0},
     {"web_search_options": {"a": 1}},
     {"input_embeds": [[0.1]]}, {"return_hidden_states": True}, {"verbosity": "low"},

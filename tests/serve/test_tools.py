@@ -182,6 +182,16 @@ async def test_forms_hold_in_a_real_engine(oracle: Oracle):
         assert re.fullmatch("[xyz]{3}", text["choices"][0]["text"])
 
 
+async def test_bad_words_and_allowed_ids_hold_in_a_real_engine(oracle: Oracle):
+    async with real(oracle) as api:
+        free = await ask(api, separate_reasoning=False, max_tokens=30, skip_special_tokens=False)
+        word = free["content"][4:6]
+        got = await ask(api, separate_reasoning=False, max_tokens=30, bad_words=[word])
+        assert word not in got["content"] and got["content"] != free["content"]
+        only = await ask(api, separate_reasoning=False, max_tokens=30, allowed_token_ids=list(b"xyz"))
+        assert re.fullmatch("[xyz]{30}", only["content"])
+
+
 async def test_a_call_that_must_come_comes_and_holds_its_schema(oracle: Oracle):
     async with real(oracle) as api:
         for several in (True, False):
