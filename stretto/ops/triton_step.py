@@ -11,10 +11,12 @@ from stretto.ops.commit import Commit
 from stretto.ops.launch import dependent, overlaps
 from stretto.ops.triton_layer import begin
 from stretto.ragged import RaggedStep
-from stretto.wire import Goal, Int
+from stretto.wire import Goal, Int, Real
 
 LEN, KNOWN, NDRAFT = tl.constexpr(int(Int.LEN)), tl.constexpr(int(Int.KNOWN)), tl.constexpr(int(Int.NDRAFT))
 LIMIT, GOAL, DONE = tl.constexpr(int(Int.LIMIT)), tl.constexpr(int(Int.GOAL)), tl.constexpr(int(Int.DONE))
+SEED_LOW, SEED_HIGH = tl.constexpr(int(Int.SEED_LOW)), tl.constexpr(int(Int.SEED_HIGH))
+CHOICE, TEMPERATURE = tl.constexpr(int(Int.CHOICE)), tl.constexpr(int(Real.TEMPERATURE))
 EPOCH, GENERATE = tl.constexpr(int(Int.EPOCH)), tl.constexpr(int(Goal.GENERATE))
 ITEMS = 128  # packed items of one program of `spread_kernel`
 VOCAB = 4096  # logits of one program of `best_kernel`
@@ -128,13 +130,51 @@ def _lowest_best(values, ids, NONE: tl.constexpr):
     return best, tl.min(tl.where(values == best, ids, NONE), 0)
 
 
-@triton.jit(do_not_specialize=["parts"])
-def best_kernel(logits, values, ids, vocab, parts, VOCAB: tl.constexpr, PDL: tl.constexpr):
-    """One program for a part of a row of logits."""
+@triton.jit
+def _mix(x):
+    """SplitMix64's output function, on uint64 (`sample.noise.mix`)."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _golden(x):
+    """x times SplitMix64's step, wrapping."""
+    return x.to(tl.uint64) * 0x9E3779B97F4A7C15
+
+
+@triton.jit
+def _gumbel(ints, slot, position, ids, n_slots, STREAM: tl.constexpr):
+    """`sample.noise.gumbel` of one position for `ids`. log1p by its series where u is small, in float64 elsewhere."""
+    high = tl.load(ints + SEED_HIGH * n_slots + slot).to(tl.int64)
+    low = tl.load(ints + SEED_LOW * n_slots + slot).to(tl.int64)
+    seed = ((high << 32) | (low & 0xFFFFFFFF)).to(tl.uint64)
+    key = _mix(seed + 0x9E3779B97F4A7C15)
+    key = _mix(key ^ (_golden(tl.load(ints + CHOICE * n_slots + slot).to(tl.int64)) + STREAM))
+    key = _mix(key + _golden(position.to(tl.int64)))
+    bits = (_mix(key + _golden(ids.to(tl.int64) + 1)) >> 11).to(tl.int64)
+    u = tl.minimum(((bits.to(tl.float64) + 0.5) * 1.1102230246251565e-16).to(tl.float32), 0.9999999403953552)
+    d = u.to(tl.float64)
+    series = d + d * d * (0.5 + d * (0.3333333333333333 + d * 0.25))
+    exponential = tl.where(d < 1e-3, series, -tl.log(1.0 - d)).to(tl.float32)
+    return -tl.log(exponential)
+
+
+@triton.jit(do_not_specialize=["parts", "n_slots"])
+def best_kernel(logits, values, ids, ints, reals, slots, positions, vocab, parts, n_slots, VOCAB: tl.constexpr,
+                DRAW: tl.constexpr, STREAM: tl.constexpr, PDL: tl.constexpr):
+    """One program for a part of a row of logits. DRAW: rows with a temperature add their noise first."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = part * VOCAB + tl.arange(0, VOCAB)
     begin(PDL)
     x = tl.load(logits + row * vocab + i, mask=i < vocab, other=-float("inf")).to(tl.float32)
+    if DRAW:
+        slot = tl.load(slots + row)
+        temperature = tl.load(reals + TEMPERATURE * n_slots + slot)
+        if temperature > 0:
+            x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+            x += _gumbel(ints, slot, tl.load(positions + row), i, n_slots, STREAM)
     x = tl.where(x != x, float("inf"), x)  # torch's argmax also puts NaN first
     best, at = _lowest_best(x, i, 2147483647)
     tl.store(values + row * parts + part, best)
@@ -152,7 +192,18 @@ def best_of_parts_kernel(values, ids, out, parts, PARTS: tl.constexpr, PDL: tl.c
 
 
 def launch_argmax(logits: torch.Tensor) -> torch.Tensor:
-    """[L, V], contiguous -> [L] int64: the lowest id among equal maxima, in two launches."""
+    """[L, V] -> [L] int64: the lowest id among equal maxima, in two launches."""
+    return _launch_best(logits, None)
+
+
+def launch_draw(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, ints: torch.Tensor,
+                reals: torch.Tensor, stream: int) -> torch.Tensor:
+    """[L, V] -> [L] int64: a draw from softmax(logits / temperature) where the slot has one, else the greedy choice.
+    slots and positions [L], the table's `ints` and `reals`. Nothing as large as the logits is written."""
+    return _launch_best(logits, (slots, positions, ints, reals), stream)
+
+
+def _launch_best(logits: torch.Tensor, draw: tuple[torch.Tensor, ...] | None, stream: int = 0) -> torch.Tensor:
     logits = logits.contiguous()
     n, vocab = logits.shape
     parts = triton.cdiv(vocab, VOCAB)
@@ -161,7 +212,9 @@ def launch_argmax(logits: torch.Tensor) -> torch.Tensor:
     out = torch.empty(n, dtype=torch.int64, device=logits.device)
     pdl, options = overlaps(logits.device), dependent(logits.device)
     if n:
-        best_kernel[(n, parts)](logits, values, ids, vocab, parts, VOCAB=VOCAB, PDL=pdl, num_warps=8, **options)
+        slots, positions, ints, reals = draw if draw is not None else (ids, ids, ids, values)
+        best_kernel[(n, parts)](logits, values, ids, ints, reals, slots, positions, vocab, parts, ints.stride(0),
+                                VOCAB=VOCAB, DRAW=draw is not None, STREAM=stream, PDL=pdl, num_warps=8, **options)
         best_of_parts_kernel[(n,)](values, ids, out, parts, PARTS=triton.next_power_of_2(parts), PDL=pdl, num_warps=1,
                                    **options)
     return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from stretto.sample.noise import gumbel, noise_keys
+from stretto.sample.noise import TARGET_STREAM, gumbel, noise_keys
 from stretto.sample.processors import Positions
 from stretto.wire import Int, Real
 
@@ -33,6 +33,15 @@ def sample_all(logits: torch.Tensor, where: Positions) -> torch.Tensor:
     ids = torch.arange(logits.shape[1], device=logits.device)
     scaled = logits / where.real(Real.TEMPERATURE)[:, None]
     return (scaled + gumbel(_keys(where), ids)).argmax(-1)
+
+
+def greedy_or_sampled(logits: torch.Tensor, where: Positions) -> torch.Tensor:
+    """`greedy` for rows without a temperature, `sample_all` for the others, in two launches on CUDA. [L, V] -> [L]."""
+    if logits.is_cuda:
+        from stretto.ops.triton_step import launch_draw
+
+        return launch_draw(logits, where.slots, where.at, where.ints, where.reals, TARGET_STREAM)
+    return torch.where(where.real(Real.TEMPERATURE) > 0, sample_all(logits, where), greedy(logits))
 
 
 def sample_filtered(logits: torch.Tensor, where: Positions) -> torch.Tensor:

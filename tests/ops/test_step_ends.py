@@ -11,8 +11,17 @@ from stretto.device.record import pack_rows_reference
 from stretto.device.slots import SlotTable
 from stretto.ops.bind import bind_reference
 from stretto.ops.commit import Commit, judge_reference
-from stretto.ops.triton_step import launch_argmax, launch_bind, launch_commit, launch_judge, launch_pack
-from stretto.wire import Goal, Int
+from stretto.ops.triton_step import (
+    launch_argmax,
+    launch_bind,
+    launch_commit,
+    launch_draw,
+    launch_judge,
+    launch_pack,
+)
+from stretto.sample.processors import Positions
+from stretto.sample.sampler import sample_all
+from stretto.wire import Goal, Int, Real
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONTEXT, SLOTS, WIDTH = 40, 12, 5
@@ -110,3 +119,20 @@ def test_argmax_takes_the_lowest_of_equal_maxima(vocab):
     logits[2, vocab // 2] = float("nan")
     logits[3, -1] = 50.0
     assert launch_argmax(logits.to(DEVICE)).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("vocab", [7, 5000])
+def test_draws_are_the_references(vocab):
+    table, g = table_of(0, 1)
+    table.ints[Int.SEED_LOW] = torch.randint(-(2**31), 2**31 - 1, (SLOTS,), generator=g).int()
+    table.ints[Int.SEED_HIGH] = torch.randint(-(2**31), 2**31 - 1, (SLOTS,), generator=g).int()
+    table.ints[Int.CHOICE] = torch.arange(SLOTS).int()
+    table.reals[Real.TEMPERATURE] = torch.tensor([0.0, 0.7, 1.0, 30.0] * 3)
+    slots, at = torch.arange(SLOTS), torch.randint(0, 99, (SLOTS,), generator=g)
+    logits = torch.randn(SLOTS, vocab, generator=g) * 3
+    logits[3, 1::2] = -float("inf")
+    where = Positions(slots, at, table.ints.cpu(), table.reals.cpu())
+    want = torch.where(where.real(Real.TEMPERATURE) > 0, sample_all(logits, where), logits.argmax(-1))
+    got = launch_draw(logits.to(DEVICE), slots.to(DEVICE), at.to(DEVICE), table.ints.to(DEVICE),
+                      table.reals.to(DEVICE), 0)
+    assert got.tolist() == want.tolist() and len(set(want.tolist())) > 3
