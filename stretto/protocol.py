@@ -31,7 +31,9 @@ class SessionTurn(msgspec.Struct, kw_only=True, omit_defaults=True):
     drop_previous_output: bool = False  # the history ends with the prompt of its last turn
     continuation: list[int] | None = None
     join: bool = False  # the continuation's first id is left out where the history ends with it
-    on_busy: Literal["wait", "reject"] = "wait"  # behind a live turn: wait, if there is room, or session_busy
+    # Behind a live turn: wait, if there is room; session_busy; or, where the prompt is whole and the session a mere hint,
+    # run as a request without a session whatever the session would refuse.
+    on_busy: Literal["wait", "reject", "beside"] = "wait"
     on_disconnect: Literal["rollback", "keep"] = "rollback"  # an aborted turn: no trace, or what was received stays
     final: bool = False  # the session closes when this turn has ended
     turn_id: str | None = None  # by which later turns may name it; None: the request's id

@@ -50,6 +50,7 @@ class Counters:
     sessions_expired: int = 0  # of them, those that were idle for too long
     sessions_displaced: int = 0  # of them, those that made room for a new one
     sessions_busy: int = 0  # turns refused because one was live
+    turns_beside: int = 0  # that ran without their session, which was busy
     turns_rolled_back: int = 0  # of sessions
     turns_kept: int = 0  # aborted, but what was received stays
     recomputed_tokens: int = 0  # of sessions' histories, whose KV had been taken

@@ -67,8 +67,7 @@ class HostHalf:
 
     def submit(self, request: Request) -> None:
         """Raises RequestError where the request can never run, or its id is live."""
-        if request.session is not None:
-            self.sessions.submit(request)
+        if request.session is not None and self.sessions.submit(request):
             self.counters.requests += 1
             return
         if request.rid in self._live or self.sessions.waits(request.rid):

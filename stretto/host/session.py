@@ -35,6 +35,7 @@ from stretto.wire import Seam
 
 FINISHED, ROLLED_BACK, KEPT, FAILED = "finished", "rolled_back", "kept", "failed"  # how a turn ended
 
+BESIDE = ("session_busy", "session_closing", "session_salt", "too_many_sessions")  # no reason not to answer a request
 MAX_GONE = 1 << 16  # expired ids that are remembered, so that a client is told instead of starting anew unknowingly
 
 
@@ -92,8 +93,19 @@ class Sessions:
         self._counters.sessions_opened += 1
         return session
 
-    def submit(self, request: Request) -> None:
-        """The turn that `request.session` describes. A turn that is refused leaves everything as it was."""
+    def submit(self, request: Request) -> bool:
+        """The turn that `request.session` describes. A turn that is refused leaves everything as it was. False: the
+        session has no room for it, and it shall run beside."""
+        try:
+            self._submit(request)
+        except RequestError as error:
+            if request.session is None or request.session.on_busy != "beside" or error.code not in BESIDE:
+                raise
+            self._counters.turns_beside += 1
+            return False
+        return True
+
+    def _submit(self, request: Request) -> None:
         order = request.session
         assert order is not None
         self.expire()
@@ -122,8 +134,9 @@ class Sessions:
                                f"{len(session.tokens)})", param="session_id", code=_busy(session))
         child = self.open(new_sid, session.cache_salt, session.ttl, session.capacity)
         child.history, child.keeps = session.history.branch(n), session.keeps
-        if session.lease is not None and n <= session.lease.lo:
-            child.lease, _ = self._ledger.fork(session.lease, session.tokens, n, session.lease.top)
+        held = min(n, session.lease.lo) if session.lease is not None else 0
+        if session.lease is not None and held:
+            child.lease, _ = self._ledger.fork(session.lease, session.tokens, held, session.lease.top)
         child.proved = min(n, session.proved)
         self._counters.branches += 1
         if child.lease is not None:
@@ -292,7 +305,7 @@ class Sessions:
         assert order is not None
         if request.cache_salt != session.cache_salt:
             raise RequestError(f"session {session.sid!r} was opened with another cache_salt: send that one with every"
-                               " turn", param="cache_salt")
+                               " turn", param="cache_salt", code="session_salt")
         if session.closing:
             raise RequestError(f"session {session.sid!r} is closing and takes no more turns", param="session_id",
                                code="session_closing")
@@ -305,7 +318,7 @@ class Sessions:
         self._touch(session)
 
     def _wait(self, session: Session, request: Request, order: SessionTurn) -> None:
-        if order.on_busy == "reject" or len(session.waiting) >= self._limits.session_queue:
+        if order.on_busy != "wait" or len(session.waiting) >= self._limits.session_queue:
             self._counters.sessions_busy += 1
             raise RequestError(f"session {session.sid!r} has a live turn and {len(session.waiting)} that wait (the"
                                f" limit is {self._limits.session_queue}): send this one when they have ended, or abort"

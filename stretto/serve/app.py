@@ -22,20 +22,26 @@ from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.messages import messages
 from stretto.serve.middleware import AnswerCounts, ApiKeys, RequestIds
 from stretto.serve.native import native
+from stretto.serve.page import page
 from stretto.serve.responses import responses
 from stretto.serve.schemas import (
     AbortBody,
     ChatRequest,
+    CloseSessionBody,
     CompletionRequest,
     CountTokensRequest,
     DetokenizeRequest,
     GenerateRequest,
     MessagesRequest,
+    OpenSessionBody,
     ResponsesRequest,
+    RewindBody,
+    SessionBody,
     TokenizeRequest,
     TraceBody,
 )
 from stretto.serve.service import Generation, Service
+from stretto.serve.sessions import appends, chat_continuation, sessions
 from stretto.serve.settings import ServeSettings
 
 
@@ -54,11 +60,12 @@ def build_app(engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSet
     errors.install(app)
     for router in (inference(service), responses(service), messages(service), native(service),
                    operations.probes(service), operations.facts(service), operations.tokens(service),
-                   operations.aborts(service), control(service), traces(service)):
+                   operations.aborts(service), control(service), traces(service), sessions(service), page()):
         app.include_router(router)
     app.openapi = openapi_with(  # type: ignore[method-assign]
         app, [ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
-              GenerateRequest, TokenizeRequest, DetokenizeRequest, AbortBody, TraceBody])
+              GenerateRequest, TokenizeRequest, DetokenizeRequest, AbortBody, TraceBody, SessionBody, RewindBody,
+              OpenSessionBody, CloseSessionBody])
     if settings.api_keys or settings.admin_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys, admin_keys=settings.admin_keys)
     app.add_middleware(AnswerCounts, metrics=service.metrics)
@@ -76,7 +83,8 @@ def inference(service: Service) -> APIRouter:
 
         async def prepare() -> Generation:
             ids = await service.in_pool(service.reader.chat, body)
-            return make_generation(service, request, body, [ids], ignored, arrival)
+            more = await service.in_pool(chat_continuation, service, body) if appends(body) else None
+            return make_generation(service, request, body, [ids], ignored, arrival, more)
 
         return await answer(service, request, prepare, chat_completion, chat_events)
 

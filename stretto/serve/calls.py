@@ -17,6 +17,7 @@ from stretto.serve.errors import CLIENT_CLOSED, ApiError, JSONResponse, bad_requ
 from stretto.serve.request_fields import check_fields, ignored_header
 from stretto.serve.schemas import Body, GenerationBody
 from stretto.serve.service import Generation, Service
+from stretto.serve.sessions import attach_session
 from stretto.serve.streaming import ClientGone, EventStream, openai_failure, while_connected
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -42,14 +43,18 @@ def check_generation(service: Service, body: Body) -> list[str]:
 
 
 def make_generation(service: Service, request: Request, body: GenerationBody, prompts: list[list[int]],
-                    ignored: list[str], arrival: float) -> Generation:
-    """One call under the id that its client, its header or the server chose; the answer's header repeats it."""
+                    ignored: list[str], arrival: float, continuation: list[int] | None = None) -> Generation:
+    """One call under the id that its client, its header or the server chose; the answer's header repeats it.
+
+    `continuation`: the ids that an appended chat turn adds to its session's history."""
     state = request.scope["state"]
     id = service.choose_id(body, state["request_id"])
     if not state["request_id_given"]:
         state["request_id"] = id
     reply = service.replies.plan(body, prompts[0])
-    return Generation(id, body, service.make_requests(id, body, prompts, arrival, reply), ignored, reply)
+    generation = Generation(id, body, service.make_requests(id, body, prompts, arrival, reply), ignored, reply)
+    attach_session(request, generation, continuation, service.tokenizer.bos_token_id)
+    return generation
 
 
 async def _in_words_of(names: Mapping[str, str], events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

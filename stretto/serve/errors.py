@@ -80,6 +80,17 @@ class JSONResponse(Response):
         return content if isinstance(content, bytes) else msgspec.json.encode(content)
 
 
+REFUSALS = {"session_busy": 409, "session_closing": 409, "session_exists": 409, "session_not_found": 404,
+            "session_turn_not_found": 404, "too_many_sessions": 429}  # codes of RequestError that are not 400
+
+
+def refused(error: RequestError, message: str | None = None, param: str | None = None) -> ApiError:
+    """What a client is told of a request that cannot be served as asked."""
+    status = REFUSALS.get(error.code or "", 400)
+    return ApiError(status, message or str(error), param=param or error.param, code=error.code,
+                    headers={"Retry-After": "1"} if status == 429 else None)
+
+
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
@@ -105,7 +116,7 @@ def from_exception(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return bad_request(str(error), error.param, error.code)
+        return refused(error)
     if isinstance(error, EngineDead):
         return ApiError(503, f"the engine has stopped: {error}", code="engine_dead", headers={"Retry-After": "30"})
     if isinstance(error, HTTPException):

@@ -130,7 +130,8 @@ class _Call:
                ) -> dict[str, Any]:
         request = generation.requests[prompt]
         meta: dict[str, Any] = {
-            "id": request.rid, "finish_reason": _finish(one, usage), "prompt_tokens": len(request.tokens),
+            "id": request.rid, "finish_reason": _finish(one, usage),
+            "prompt_tokens": usage.prompt_tokens or len(request.tokens),
             "completion_tokens": usage.completion_tokens, "cached_tokens": usage.cached_tokens,
             "spec_verify_ct": usage.steps, "drafted_tokens": usage.drafted_tokens,
             "accepted_tokens": usage.accepted_tokens, "e2e_latency": time.monotonic() - request.arrival}

@@ -9,7 +9,7 @@ import msgspec
 
 from stretto.params import SamplingParams
 from stretto.protocol import RequestError
-from stretto.serve.errors import ApiError, bad_request
+from stretto.serve.errors import ApiError, bad_request, refused
 from stretto.serve.schemas import ChatRequest, CompletionRequest, GenerationBody
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; chat has none
@@ -102,4 +102,4 @@ def in_request_words(error: RequestError, body: GenerationBody) -> ApiError:
         param = names[param]
     elif param is not None and param not in message:
         message = f"{param}: {message}"
-    return bad_request(message, param, error.code)
+    return refused(error, message, param)

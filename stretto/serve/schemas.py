@@ -102,6 +102,35 @@ class Speculation(BaseModel):
     tokens: Annotated[Integer, Field(ge=0, description="most drafts per step for this request; 0: none")]
 
 
+class SessionOptions(BaseModel):
+    """How a call continues the session that `session_id` names."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    mode: Annotated[Literal["tag", "append"] | None, Field(
+        description="tag: the call carries the whole history; append: only what is new")] = None
+    create: Annotated[bool | None, Field(description="false: the session must be open")] = None
+    branch_from: Annotated[str | None, Field(description="the new session starts with this one's history")] = None
+    after: Annotated[str | None, Field(description="id of the earlier call that this one follows")] = None
+    offset: Annotated[Integer | None, Field(description="tokens of the history that stay; negative: from its end")
+                      ] = None
+    replace: Annotated[bool | None, Field(description="forget the history, or with `after` what followed it")] = None
+    drop_previous_output: Annotated[bool | None, Field(description="forget the last answer")] = None
+    on_busy: Annotated[Literal["wait", "reject"] | None, Field(description="while another call is running")] = None
+    on_disconnect: Annotated[Literal["rollback", "keep"] | None, Field(
+        description="of a stream that is cut off: forget the turn, or keep what was sent")] = None
+
+
+class SessionParams(BaseModel):
+    """SGLang's."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    id: str | None = None
+    rid: str | None = None
+    offset: Integer | None = None
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
+
+
 class GenerationBody(Body):
     """What chat and text completions have in common."""
 
@@ -133,6 +162,10 @@ class GenerationBody(Body):
     priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     request_id: str | None = None
     speculation: Speculation | None = None
+    session_id: str | None = None
+    session: SessionOptions | None = None
+    session_params: SessionParams | None = None
+    session_final: Annotated[bool | None, Field(description="the session closes after this call")] = None
     response_format: dict[str, Any] | None = None  # it and the next nine: serve/grammars.py
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -143,8 +176,6 @@ class GenerationBody(Body):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: Any = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: TokenIds = None
     user: Any = None  # these four identify and describe; they ask for nothing
     metadata: Any = None
     safety_identifier: Any = None
@@ -326,3 +357,38 @@ class TraceBody(Body):
     """POST /start_profile"""
 
     num_steps: Annotated[Integer, Field(ge=1)] | None = None
+
+
+Seconds = Annotated[float, BeforeValidator(lambda v: float(v) if type(v) is int else v), Field(ge=0)]
+
+
+class SessionBody(Body):
+    """POST /v1/sessions"""
+
+    session_id: str | None = None
+    ttl: Annotated[Seconds | None, Field(description="seconds idle until it closes")] = None
+    capacity: Annotated[Integer | None, Field(ge=2, description="most tokens of its history")] = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    branch_from: Annotated[str | None, Field(description="an idle session with whose history it starts")] = None
+    offset: Annotated[Integer | None, Field(ge=1, description="how many tokens of that history")] = None
+
+
+class RewindBody(Body):
+    """POST /v1/sessions/{id}/rewind"""
+
+    offset: Annotated[Integer, Field(ge=0, description="tokens of the history that stay")]
+
+
+class OpenSessionBody(Body):
+    """/open_session, as SGLang's clients send it."""
+
+    capacity_of_str_len: Annotated[Integer | None, Field(ge=0)] = None
+    session_id: str | None = None
+    streaming: bool | None = None
+    timeout: Seconds | None = None
+
+
+class CloseSessionBody(Body):
+    """/close_session"""
+
+    session_id: str

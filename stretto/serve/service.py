@@ -125,9 +125,6 @@ class Service:
                       reply: ReplyPlan | None = None) -> list[Request]:
         """One engine request per prompt. Raises ApiError for what can be refused without the engine."""
         sampling = to_sampling(body, self.settings.default_sampling)
-        if body.bad_words or body.allowed_token_ids:
-            sampling = msgspec.structs.replace(sampling, bad_words=self.reader.bad_words(body.bad_words or []),
-                                               allowed_token_ids=tuple(body.allowed_token_ids or ()))
         if reply is not None and (reply.grammar or reply.keep_special):
             skip = sampling.skip_special_tokens and not reply.keep_special
             sampling = msgspec.structs.replace(sampling, grammar=reply.grammar, skip_special_tokens=skip)
@@ -232,6 +229,8 @@ def _check_id(id: str, param: str) -> None:
 
 
 def _raise_failure(output: Output) -> None:
+    if output.finish_reason == "error" and output.error_code is not None:
+        raise RequestError(output.error or "", code=output.error_code)
     if output.finish_reason == "error":
         raise ApiError(500, f"the engine failed on this request: {output.error}", code="engine_error")
     if output.finish_reason == "abort":
@@ -304,9 +303,10 @@ class _Clock:
 def total_usage(last: dict[tuple[int, int], Usage], requests: list[Request]) -> dict:
     """OpenAI's usage object over all choices, with what speculation did. Prompts count once, whatever n is; what the
     prefix cache held is that of each prompt's first choice, since the others share its prompt."""
-    prompt_tokens = sum(len(request.tokens) for request in requests)
+    found = {prompt: usage.prompt_tokens for (prompt, index), usage in last.items() if index == 0}  # with histories
+    prompt_tokens = sum(found.get(prompt) or len(request.tokens) for prompt, request in enumerate(requests))
     completion = sum(usage.completion_tokens for usage in last.values())
-    cached = sum(min(usage.cached_tokens, len(requests[prompt].tokens))
+    cached = sum(min(usage.cached_tokens, usage.prompt_tokens or len(requests[prompt].tokens))
                  for (prompt, index), usage in last.items() if index == 0)
     return {
         "prompt_tokens": prompt_tokens, "completion_tokens": completion, "total_tokens": prompt_tokens + completion,

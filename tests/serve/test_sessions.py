@@ -1,0 +1,360 @@
+"""Sessions over HTTP, over a real engine with a tiny random model: what a client sends, and what it may rely on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from stretto.engine.build import text_streams
+from stretto.engine.core import EngineCore
+from stretto.spec.ngram import NgramDrafter
+from tests.engine.small import Oracle, make_core
+from tests.serve.conftest import Api, events, make_api, make_served
+from tests.serve.fakes import EOS, IM_END, IM_START, ByteTokenizer
+
+NAME = {"served_model_names": ("fake/tiny",)}
+FIRST, SECOND, THIRD = [1, 7, 3, 7, 3, 7, 3], [5, 9, 2], [4, 4, 8, 30]
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return Oracle.make(Path(tmp_path_factory.mktemp("model")), "llama")
+
+
+class Talker:
+    """A client that keeps its own copy of the history."""
+
+    def __init__(self, api: Api, oracle: Oracle, core: EngineCore):
+        self.api, self.oracle, self.core = api, oracle, core
+
+    async def say(self, sid: str, prompt: list[int], n: int = 6, **session: Any) -> httpx.Response:
+        more = {"session": session} if session else {}
+        return await self.api.complete(prompt, max_tokens=n, session_id=sid, **more, **GREEDY)
+
+    async def append(self, sid: str, prompt: list[int], n: int = 6, **session: Any) -> httpx.Response:
+        return await self.say(sid, prompt, n, mode="append", **session)
+
+    async def shown(self, sid: str) -> dict[str, Any]:
+        return (await self.api.http.get(f"/v1/sessions/{sid}")).json()
+
+
+def make(oracle: Oracle, **limits: Any) -> EngineCore:
+    return make_core(oracle.model, drafter=NgramDrafter(3), text=text_streams(ByteTokenizer()), chunk=16, budget=48,
+                     poison=True, eos_token_ids=frozenset({EOS, IM_END}), **limits)
+
+
+@contextlib.asynccontextmanager
+async def talking(oracle: Oracle, served: bool = False, **limits: Any) -> AsyncIterator[Talker]:
+    core = make(oracle, **limits)
+    async with (make_served if served else make_api)(lambda: core, **NAME) as api:
+        yield Talker(api, oracle, core)
+    core.host.audit()
+
+
+@pytest.fixture
+async def talk(oracle: Oracle) -> AsyncIterator[Talker]:
+    async with talking(oracle) as made:
+        yield made
+
+
+def ids(answer: httpx.Response) -> list[int]:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
+
+
+def cached(answer: httpx.Response) -> int:
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def code(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+# ------------------------------------------------------------------------------------------------------- tag, append
+@pytest.mark.parametrize("mode", ["tag", "append"])
+async def test_each_turn_computes_only_what_is_new(talk: Talker, oracle: Oracle, mode: str):
+    history: list[int] = []
+    for turn, new in enumerate([FIRST, SECOND, THIRD, SECOND]):
+        answer = await talk.say("s", history + new if mode == "tag" else new, mode=mode)
+        assert ids(answer) == oracle.answer(history + new, 6)
+        assert answer.json()["usage"]["prompt_tokens"] == len(history + new)
+        assert cached(answer) >= len(history) - 1 and (turn == 0 or cached(answer) > 0)
+        history += new + ids(answer)
+    shown = await talk.shown("s")
+    assert (shown["state"], shown["tokens"], shown["turns"]) == ("idle", len(history), 4)
+    assert shown["last_turn"] == "finished" and shown["cached_tokens"] >= len(history) - 1
+
+
+async def test_case_8_13_history_that_differs_is_shared_up_to_there(talk: Talker, oracle: Oracle):
+    prompt = list(range(20, 60))
+    thought = ids(await talk.say("s", prompt, 12))
+    again = prompt + thought[5:] + SECOND  # what came first of the answer is not sent back
+    answer = await talk.say("s", again)
+    assert ids(answer) == oracle.answer(again, 6) and cached(answer) >= len(prompt) // 16 * 16
+
+
+async def test_history_cuts(talk: Talker, oracle: Oracle):
+    one = ids(await talk.append("s", FIRST))
+    answer = await talk.append("s", SECOND, drop_previous_output=True)
+    assert ids(answer) == oracle.answer(FIRST + SECOND, 6)
+    answer = await talk.append("s", THIRD, offset=5)
+    assert ids(answer) == oracle.answer(FIRST[:5] + THIRD, 6)
+    answer = await talk.append("s", SECOND, offset=-1)
+    assert ids(answer) == oracle.answer((FIRST[:5] + THIRD + oracle.answer(FIRST[:5] + THIRD, 6))[:-1] + SECOND, 6)
+    answer = await talk.append("s", SECOND, replace=True)
+    assert ids(answer) == oracle.answer(SECOND, 6)
+    assert code(await talk.append("s", SECOND, offset=999))[0] == 400
+    assert one == oracle.answer(FIRST, 6)
+
+
+async def test_branches(talk: Talker, oracle: Oracle):
+    first = FIRST + ids(await talk.append("s", FIRST))
+    for child, new in (("a", SECOND), ("b", THIRD)):
+        answer = await talk.append(child, new, branch_from="s")
+        assert ids(answer) == oracle.answer(first + new, 6) and cached(answer) >= len(first) - 2
+    made = await talk.api.http.post("/v1/sessions", json={"session_id": "c", "branch_from": "s", "offset": 5})
+    assert made.json()["tokens"] == 5
+    assert ids(await talk.append("c", THIRD)) == oracle.answer(first[:5] + THIRD, 6)
+    assert ids(await talk.append("s", THIRD)) == oracle.answer(first + THIRD, 6)
+    assert (await talk.api.http.post("/v1/sessions/s/rewind", json={"offset": 4})).json()["tokens"] == 4
+    assert ids(await talk.append("s", SECOND)) == oracle.answer(FIRST[:4] + SECOND, 6)
+
+
+# ------------------------------------------------------------------------------------------------------ what goes wrong
+async def test_case_8_01_an_over_long_turn_is_refused_and_the_session_stays(talk: Talker, oracle: Oracle):
+    first = FIRST + ids(await talk.append("s", FIRST))
+    assert code(await talk.append("s", [9] * 250)) == (400, "context_length_exceeded")
+    assert code(await talk.append("s", [9] * 245)) == (400, "context_length_exceeded")  # with the history
+    assert (await talk.shown("s"))["tokens"] == len(first)
+    answer = await talk.append("s", SECOND)
+    assert ids(answer) == oracle.answer(first + SECOND, 6) and cached(answer) == len(first) - 1
+
+
+async def test_case_8_03_overlapping_turns_wait_or_are_told(oracle: Oracle):
+    async with talking(oracle, session_queue=1) as talk:
+        live = asyncio.create_task(talk.append("s", FIRST, 60))
+        while not (found := (await talk.api.http.get("/v1/sessions")).json()["data"]) or found[0]["state"] == "idle":
+            await asyncio.sleep(0.001)
+        waits = asyncio.create_task(talk.append("s", SECOND))
+        assert code(await talk.append("s", THIRD, on_busy="reject")) == (409, "session_busy")
+        while (await talk.shown("s"))["waiting"] == 0:
+            await asyncio.sleep(0.001)
+        assert code(await talk.append("s", THIRD)) == (409, "session_busy")
+        first = FIRST + ids(await live)
+        assert ids(await waits) == oracle.answer(first + SECOND, 6)
+
+
+async def test_case_8_03_a_busy_session_closes_when_its_turn_ends(oracle: Oracle):
+    async with talking(oracle) as talk:
+        live = asyncio.create_task(talk.append("s", FIRST, 60))
+        while not (await talk.api.http.get("/v1/sessions")).json()["data"]:
+            await asyncio.sleep(0.001)
+        answer = await talk.api.http.delete("/v1/sessions/s")
+        assert answer.status_code == 200 and answer.json()["deleted"] is False
+        assert code(await talk.append("s", SECOND)) == (409, "session_closing")
+        assert len(ids(await live)) == 60
+        assert code(await talk.api.http.get("/v1/sessions/s")) == (404, "session_not_found")
+
+
+async def test_case_8_03_idle_sessions_give_way(oracle: Oracle):
+    """Their pages fill the pool; an ordinary request takes what it needs, and they go on from their ids."""
+    async with talking(oracle, pool_tokens=256) as talk:
+        prompts = [[20 + i] * 10 + list(range(1, 31)) for i in range(6)]
+        history = [p + ids(await talk.append(f"s{i}", p)) for i, p in enumerate(prompts)]
+        plain = await talk.api.complete([9, 8] * 80, max_tokens=20, **GREEDY)
+        assert ids(plain) == oracle.answer([9, 8] * 80, 20)
+        for i, past in enumerate(history):
+            assert ids(await talk.append(f"s{i}", SECOND)) == oracle.answer(past + SECOND, 6)
+        counters = (await talk.api.engine.stats()).counters
+        assert counters["reclaimed"] and counters["recomputed_tokens"]
+
+
+@pytest.mark.parametrize("page", [1, 16])
+async def test_case_8_05_a_session_ends_where_its_text_ends(oracle: Oracle, page: int):
+    async with talking(oracle, page_size=page) as talk:
+        for n in (*range(1, 6), 15, 16, 17):
+            first = FIRST * 2 + ids(await talk.append(f"s{n}", FIRST * 2, n))
+            assert (await talk.shown(f"s{n}"))["tokens"] == len(first) == 14 + n
+            answer = await talk.append(f"s{n}", SECOND)
+            assert ids(answer) == oracle.answer(first + SECOND, 6) and cached(answer) == len(first) - 1
+
+
+async def test_case_8_07_each_page_counts_once_while_turns_run(oracle: Oracle):
+    async with talking(oracle, pool_tokens=512) as talk:
+        async def watch() -> None:
+            while True:
+                gauges = (await talk.api.engine.stats()).gauges
+                parts = gauges["pages_free_0"] + gauges["pages_evictable_0"] + gauges["pages_used_0"]
+                assert parts == gauges["pages_total_0"]
+                await asyncio.sleep(0)
+        watcher = asyncio.create_task(watch())
+        for _ in range(2):
+            await asyncio.gather(*(talk.append(f"s{i}", FIRST * 3, 20) for i in range(5)))
+        assert not watcher.done()
+        watcher.cancel()
+
+
+@pytest.mark.parametrize("on_disconnect", ["rollback", "keep"])
+async def test_a_client_that_leaves(oracle: Oracle, on_disconnect: str):
+    async with talking(oracle, served=True) as talk:
+        first = FIRST + ids(await talk.append("s", FIRST))
+        got: list[int] = []
+        body = {"prompt": SECOND, "max_tokens": 200, "stream": True, "session_id": "s", **GREEDY,
+                "session": {"mode": "append", "on_disconnect": on_disconnect}}
+        async with talk.api.http.stream("POST", "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: "):
+                    got += events(line + "\n\n")[0]["choices"][0].get("token_ids", [])
+                if len(got) >= 8:
+                    break
+        await talk.api.until_idle(10.0)
+        shown = await talk.shown("s")
+        history = list(talk.core.host.sessions.get("s").tokens)
+        if on_disconnect == "rollback":
+            assert (shown["last_turn"], shown["tokens"]) == ("rolled_back", len(first))
+        else:
+            kept = first + SECOND + got
+            assert shown["last_turn"] == "kept" and history[: len(kept)] == kept  # what was sent, read or not
+        answer = await talk.append("s", THIRD)
+        assert ids(answer) == oracle.answer(history + THIRD, 6) and cached(answer) >= len(history) - 2
+
+
+async def test_refusals(talk: Talker):
+    complete = talk.api.complete
+    assert code(await complete(FIRST, session_id="s", n=2))[0] == 400
+    assert code(await complete([FIRST, SECOND], session_id="s"))[0] == 400
+    assert code(await complete(FIRST, session_id=""))[0] == 400
+    assert code(await complete(FIRST, session={"mode": "append"}))[0] == 400  # of no session
+    assert code(await complete(FIRST, session_id="s", session={"offset": 3}))[0] == 400  # in mode tag
+    assert code(await complete(FIRST, session_id="s", session={"create": False})) == (404, "session_not_found")
+    assert (await talk.api.http.get("/v1/sessions")).json()["data"] == []  # nothing was opened
+    assert ids(await talk.append("s", FIRST))
+    assert code(await talk.append("s", FIRST, after="nobody")) == (404, "session_turn_not_found")
+    assert (await complete(FIRST, session_id="s", cache_salt="x")).status_code == 400
+    assert code(await talk.api.http.post("/v1/sessions", json={"session_id": "s"})) == (409, "session_exists")
+
+
+async def test_capacity_and_expiry(oracle: Oracle):
+    now = [0.0]
+    async with talking(oracle, max_sessions=2, session_ttl=50.0, clock=lambda: now[0]) as talk:
+        made = await talk.api.http.post("/v1/sessions", json={"session_id": "small", "capacity": 12, "ttl": 500})
+        assert made.json()["capacity"] == 12
+        assert len(ids(await talk.append("small", FIRST, 50))) == 5  # up to the capacity
+        assert code(await talk.append("small", SECOND)) == (400, "context_length_exceeded")
+        assert ids(await talk.append("s", FIRST))
+        assert code(await talk.append("third", FIRST)) == (429, "too_many_sessions")  # nobody else has their history
+        now[0] = 51.0
+        assert code(await talk.append("s", SECOND)) == (404, "session_not_found")  # not silently begun anew
+        assert ids(await talk.say("s", FIRST)) and ids(await talk.append("s", SECOND, replace=True))
+        assert (await talk.shown("small"))["idle_seconds"] == 51.0
+
+
+# ------------------------------------------------------------------------------------------------------------ chat
+async def test_chat_turns_are_appended_as_the_template_writes_them(talk: Talker):
+    """The same ids as if all messages were sent, whether or not the answers end with an end-of-sequence id."""
+    tokenizer, core = ByteTokenizer(), talk.core
+    messages: list[dict[str, str]] = []
+    for text in ("hello", "and then?", "why"):
+        new = [{"role": "user", "content": text}]
+        body = {"model": "fake/tiny", "messages": new, "max_tokens": 5, "session_id": "c", "temperature": 0,
+                "session": {"mode": "append"}, "return_token_ids": True}
+        history = list(core.host.sessions.get("c").tokens) if messages else []
+        answer = (await talk.api.http.post("/v1/chat/completions", json=body)).json()
+        more = tokenizer.apply_chat_template(new)
+        if history:
+            closing = [10] if history[-1] == IM_END else [IM_END, 10]
+            assert core.host.sessions.get("c").tokens[: len(history)] == history
+            more = [*closing, *more]
+        assert core.host.sessions.get("c").tokens == history + more + answer["choices"][0]["token_ids"]
+        assert more[-11:] == [IM_START, *b"assistant\n"]
+        messages += [*new, {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
+
+
+# ------------------------------------------------------------------------------------------------- hints, the end
+@pytest.mark.parametrize("header", ["X-Session-Id", "X-SMG-Routing-Key", "X-Dynamo-Session-ID", "X-Session-Affinity",
+                                    "X-Correlation-ID", "session_id", "x-opencode-session"])
+async def test_headers_name_sessions(talk: Talker, oracle: Oracle, header: str):
+    async def call(prompt: list[int], **headers: str) -> httpx.Response:
+        return await talk.api.http.post("/v1/completions", headers={header: "h", **headers}, json={
+            "model": "fake/tiny", "prompt": prompt, "max_tokens": 6, **GREEDY})
+    history = FIRST + ids(await call(FIRST))
+    answer = await call(history + SECOND)
+    assert ids(answer) == oracle.answer(history + SECOND, 6) and cached(answer) == len(history) - 1
+    both = await asyncio.gather(*(call(history + new) for new in (SECOND, THIRD)))  # beside each other
+    assert [ids(one) for one in both] == [oracle.answer(history + new, 6) for new in (SECOND, THIRD)]
+    assert (await talk.shown("h"))["turns"] >= 3
+    assert ids(await call(history, **{"X-Dynamo-Session-Final": "true"}))
+    assert (await talk.api.http.get("/v1/sessions")).json()["data"] == []
+
+
+async def test_bodies_of_agents_name_sessions(talk: Talker):
+    user = "user_abc_account__session_0d1b4a5c-1111-2222-3333-444455556666"
+    assert ids(await talk.api.complete(FIRST, metadata={"user_id": user}, max_tokens=2, **GREEDY))
+    assert ids(await talk.api.complete(SECOND, prompt_cache_key="key", max_tokens=2, **GREEDY))
+    found = (await talk.api.http.get("/v1/sessions")).json()["data"]
+    assert [one["id"] for one in found] == ["key", user.rpartition("_session_")[2]]
+
+
+async def test_the_last_call_closes(talk: Talker):
+    assert ids(await talk.append("s", FIRST))
+    assert ids(await talk.api.complete(SECOND, session_id="s", session={"mode": "append"}, session_final=True,
+                                       **GREEDY))
+    assert (await talk.api.http.get("/v1/sessions")).json() == {"object": "list", "data": []}
+    assert (await talk.api.engine.stats()).gauges["pages_used_0"] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- SGLang's
+class Sglang:
+    """What its clients send."""
+
+    def __init__(self, api: Api):
+        self.http = api.http
+
+    async def open(self, **fields: Any) -> httpx.Response:
+        return await self.http.post("/open_session", json={"capacity_of_str_len": 1000, **fields})
+
+    async def generate(self, prompt: list[int], **params: Any) -> httpx.Response:
+        return await self.http.post("/generate", json={
+            "input_ids": prompt, "session_params": params,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}})
+
+
+async def test_sglangs_clients(talk: Talker, oracle: Oracle):
+    client = Sglang(talk.api)
+    sid = (await client.open()).json()
+    rids, history, rid = [], [], None
+    for new in (FIRST, SECOND, THIRD):
+        answer = (await client.generate(new, id=sid, rid=rid, offset=0, replace=True)).json()
+        assert answer["output_ids"] == oracle.answer(history + new, 6)
+        assert answer["meta_info"]["prompt_tokens"] == len(history + new)
+        history += new + answer["output_ids"]
+        rid = answer["meta_info"]["id"]
+        rids.append(rid)
+    first = FIRST + oracle.answer(FIRST, 6)
+    for new in (THIRD, SECOND):  # two branches from the first turn
+        answer = (await client.generate(new, id=sid, rid=rids[0], offset=0, replace=False)).json()
+        assert answer["output_ids"] == oracle.answer(first + new, 6)
+    answer = await client.generate(THIRD, id=sid, rid=rids[0], offset=0, replace=True)  # forgets what followed
+    assert answer.json()["output_ids"] == oracle.answer(first + THIRD, 6)
+    assert code(await client.generate(THIRD, id=sid, rid=rids[2])) == (404, "session_turn_not_found")
+    assert (await talk.api.http.post("/close_session", json={"session_id": sid})).status_code == 200
+    assert code(await client.generate(THIRD, id=sid)) == (404, "session_not_found")
+
+
+async def test_sglangs_streaming_sessions(talk: Talker, oracle: Oracle):
+    client = Sglang(talk.api)
+    assert (await client.open(session_id="x", streaming=True, timeout=60)).json() == "x"
+    assert code(await client.open(session_id="x")) == (409, "session_exists")
+    history: list[int] = []
+    for new in (FIRST, SECOND):
+        answer = (await client.generate(new, id="x")).json()
+        assert answer["output_ids"] == oracle.answer(history + new, 6)
+        assert answer["meta_info"]["cached_tokens"] >= len(history) - 1
+        history += new + answer["output_ids"]
