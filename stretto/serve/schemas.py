@@ -176,6 +176,8 @@ class GenerationBody(Body):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: Any = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: TokenIds = None
     user: Any = None  # these four identify and describe; they ask for nothing
     metadata: Any = None
     safety_identifier: Any = None

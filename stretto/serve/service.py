@@ -125,6 +125,9 @@ class Service:
                       reply: ReplyPlan | None = None) -> list[Request]:
         """One engine request per prompt. Raises ApiError for what can be refused without the engine."""
         sampling = to_sampling(body, self.settings.default_sampling)
+        if body.bad_words or body.allowed_token_ids:
+            sampling = msgspec.structs.replace(sampling, bad_words=self.reader.bad_words(body.bad_words or []),
+                                               allowed_token_ids=tuple(body.allowed_token_ids or ()))
         if reply is not None and (reply.grammar or reply.keep_special):
             skip = sampling.skip_special_tokens and not reply.keep_special
             sampling = msgspec.structs.replace(sampling, grammar=reply.grammar, skip_special_tokens=skip)
