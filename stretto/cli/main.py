@@ -29,12 +29,16 @@ def build_app() -> App:
               help="Serve language models: every feature works with every other, exactly.")
     app.command("stretto.cli.serve:serve", name="serve", help="Serve a model over HTTP, with OpenAI's API.")
     app.command("stretto.cli.chat:run", name="run", help="Chat with a model in the terminal, or answer one prompt.")
+    app.command("stretto.cli.remote:chat", name="chat", help="Chat with a running server in the terminal.")
+    app.command("stretto.cli.remote:ps", name="ps", help="Show what a running server does.")
     app.command("stretto.cli.explain:explain", name="explain",
                 help="Show the configuration that `serve` would run, with the reason for every value.")
     app.command("stretto.cli.doctor:doctor", name="doctor", help="Check this machine, and a model if one is named.")
     bench = App(name="bench", help="Measure speed, against other engines where asked.")
     bench.command("stretto.cli.bench:latency", name="latency", help="One request at a time: how fast is each token?")
     bench.command("stretto.cli.bench:throughput", name="throughput", help="Many requests at once: how many tokens?")
+    bench.command("stretto.cli.bench_serve:serve", name="serve",
+                  help="Load on a running server, or on several: what do its clients see?")
     app.command(bench)
     return app
 

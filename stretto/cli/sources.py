@@ -22,6 +22,7 @@ PREFIX = "STRETTO_"
 OTHER_VARIABLES = frozenset({"STRETTO_CACHE", "STRETTO_CONFIG"})  # read elsewhere
 # What Kubernetes sets in every pod beside a Service that is called "stretto".
 _SERVICE_LINK = re.compile(r"STRETTO_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP))")
+CLIENT_COMMANDS = frozenset({("chat",), ("ps",), ("bench", "serve")})
 SERVER_COMMANDS = frozenset({"serve", "explain", "doctor"})  # those that take the server's settings
 
 
@@ -111,10 +112,19 @@ def setting_names(server: bool = True) -> frozenset[str]:
     return frozenset(setting.name for section in sections for setting in fields(section))
 
 
+def is_client(tokens: Sequence[str]) -> bool:
+    """Whether the command speaks to a running server, so that it has no settings of an engine."""
+    return tuple(tokens[:1]) in CLIENT_COMMANDS or tuple(tokens[:2]) in CLIENT_COMMANDS
+
+
 def gather(tokens: Sequence[str], environment: Mapping[str, str], config_file: Path | None) -> Settings:
     """Reads all three. Raises UsageError."""
     settings = Settings([])
     settings.tokens = translate_tokens(tokens, settings.notes)
+    if is_client(tokens):
+        if config_file is not None:
+            settings.notes.append(f"{config_file} is not read: `stretto {tokens[0]}` speaks to a server that runs")
+        return settings  # variables may well be those of the server on the same machine
     settings.variables = read_variables(environment, settings.notes)
     if config_file is not None:
         settings.file_name = str(config_file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from stretto.protocol import StepRecord
@@ -38,14 +40,14 @@ def test_tokens_by_kind_add_up_and_the_trace_agrees(oracle: Oracle, overlap: boo
     drafted, accepted = ([counters[f"{name}.{p}"] for p in places] for name in ("drafted_at", "accepted_at"))
     assert sum(drafted) == counters["drafted"] and sum(accepted) == counters["accepted"] > 0
     assert drafted[0] == counters["verify_rows"]
-    assert all(later <= earlier for earlier, later in zip(accepted, accepted[1:], strict=False))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(accepted))
     assert len(records) == counters["steps"] and [record.seq for record in records] == list(range(len(records)))
     for kind in ("prefill_tokens", "decode_tokens", "verify_tokens", "generated_tokens", "accepted"):
         assert sum(record.counts[kind] for record in records) == counters[kind]
     for record in records:
         times = [record.planning, record.planned, record.launched, record.collected, record.processed]
         assert times == sorted(times) and record.waiting <= record.collected
-    flying = sum(after.planned < before.collected for before, after in zip(records, records[1:], strict=False))
+    flying = sum(after.planned < before.collected for before, after in itertools.pairwise(records))
     assert (flying > 0) == overlap  # a step is planned while the one before it is on the device
 
 

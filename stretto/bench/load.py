@@ -1,0 +1,264 @@
+"""Load on any server with OpenAI's API, and what its clients see. No torch in this module.
+
+    closed loop   N clients, each sends its next request when its answer is complete
+    open loop     requests arrive by a Poisson process of a given rate, whether or not earlier ones are complete;
+                  times count from the arrival that was due, so a server (or client) that lags hides nothing
+
+A conversation is a list of user turns, sent one after the other with the answers that the server gave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from stretto.bench.workload import WORDS
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server. `base`: without /v1."""
+
+    name: str
+    base: str
+    model: str
+    api_key: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # further fields of every request
+
+
+@dataclass(frozen=True)
+class Conversation:
+    turns: tuple[str, ...]
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """How conversations are sent. `rate`: arrivals a second (open loop); None: closed loop of `concurrency`."""
+
+    conversations: tuple[Conversation, ...]
+    rate: float | None = None
+    concurrency: int = 8  # open loop: most in flight; what is over waits, and its time counts
+    api: Literal["chat", "completions"] = "chat"
+    timeout: float = 600.0
+    ignore_eos: bool = True
+    seed: int = 0
+
+
+@dataclass
+class Sample:
+    """One request as its client saw it. Times in seconds from the moment it was due."""
+
+    first: float | None = None  # until the first text
+    end: float = 0.0
+    gaps: list[float] = field(default_factory=list)  # between pieces of text
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    counted: bool = False  # the server reported usage; else pieces are counted as tokens
+    error: str | None = None
+    text: str = ""
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds a token after the first."""
+        if self.first is None or self.output_tokens < 2:
+            return None
+        return (self.end - self.first) / (self.output_tokens - 1)
+
+
+@dataclass
+class Run:
+    target: Target
+    samples: list[Sample]
+    seconds: float
+    client_cpu: float  # share of one core that this client used: near 1 the client is what is measured
+
+
+def synthetic_conversations(count: int, *, words: int, output_tokens: int, turns: int = 1, shared: int = 0,
+                            long_every: int = 0, long_words: int = 0, seed: int = 0) -> tuple[Conversation, ...]:
+    """Plain words, about 1.1 tokens each. `shared`: words that every first turn begins with. Each `long_every`th
+    conversation begins with `long_words` words, which is felt by the others' gaps."""
+    chance = random.Random(seed)
+    prefix = " ".join(chance.choices(WORDS, k=shared))
+    found = []
+    for i in range(count):
+        size = long_words if long_every and i % long_every == long_every - 1 else words
+        said = [" ".join(chance.choices(WORDS, k=size))] + [
+            " ".join(chance.choices(WORDS, k=words)) for _ in range(turns - 1)]
+        said[0] = f"{prefix} {said[0]}".strip()
+        found.append(Conversation(tuple(said), output_tokens))
+    return tuple(found)
+
+
+def conversations_of(path: Path, count: int, output_tokens: int) -> tuple[Conversation, ...]:
+    """Of a file with one JSON object a line ("prompt", "question", "turns") or a ShareGPT list ("conversations").
+    Raises ValueError, naming the file and what is wrong."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        records = json.loads(text) if text.lstrip().startswith("[") else [
+            json.loads(line) for line in text.splitlines() if line.strip()]
+    except OSError as e:
+        raise ValueError(f"{path} cannot be read: {e.strerror}") from e
+    except ValueError as e:
+        raise ValueError(f"{path} is neither a JSON list nor one JSON object a line: {e}") from e
+    found = list(itertools.islice((turns for record in records if (turns := _turns(record))), count))
+    if not found:
+        raise ValueError(f'{path} has no record with "prompt", "question", "turns" or "conversations"')
+    return tuple(Conversation(turns, output_tokens) for turns in found)
+
+
+def _turns(record: Any) -> tuple[str, ...]:
+    if not isinstance(record, dict):
+        return ()
+    for name in ("prompt", "question"):
+        if isinstance(record.get(name), str):
+            return (record[name],)
+    if isinstance(record.get("turns"), list):
+        return tuple(turn for turn in record["turns"] if isinstance(turn, str))
+    said = record.get("conversations") or record.get("conversation") or []
+    return tuple(part["value"] for part in said if isinstance(part, dict) and part.get("from") in ("human", "user")
+                 and isinstance(part.get("value"), str))
+
+
+async def run_load(target: Target, load: Load) -> Run:
+    """Sends every conversation of the load."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.concurrency)
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    samples: list[Sample] = []
+    async with httpx.AsyncClient(base_url=target.base, timeout=load.timeout, limits=limits, headers=headers,
+                                 trust_env=False) as http:
+        client = _Client(http, target, load, samples)
+        cpu, started = time.process_time(), time.perf_counter()
+        if load.rate is None:
+            await client.closed_loop()
+        else:
+            await client.open_loop(load.rate)
+        seconds = time.perf_counter() - started
+    return Run(target, samples, seconds, (time.process_time() - cpu) / seconds)
+
+
+class _Client:
+    def __init__(self, http: httpx.AsyncClient, target: Target, load: Load, samples: list[Sample]):
+        self._http, self._target, self._load, self._samples = http, target, load, samples
+
+    async def closed_loop(self) -> None:
+        left = iter(self._load.conversations)
+
+        async def one_client() -> None:
+            for conversation in left:
+                await self._converse(conversation, time.perf_counter())
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(self._load.concurrency, len(self._load.conversations))):
+                group.create_task(one_client())
+
+    async def open_loop(self, rate: float) -> None:
+        places = asyncio.Semaphore(self._load.concurrency)
+
+        async def one(conversation: Conversation, due: float) -> None:
+            async with places:
+                await self._converse(conversation, due)
+
+        async with asyncio.TaskGroup() as group:
+            for conversation, due in zip(self._load.conversations, self._arrivals(rate), strict=False):
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                group.create_task(one(conversation, due))
+
+    def _arrivals(self, rate: float) -> Iterator[float]:
+        chance, due = random.Random(self._load.seed), time.perf_counter()
+        while True:
+            yield due
+            due += chance.expovariate(rate)
+
+    async def _converse(self, conversation: Conversation, due: float) -> None:
+        messages: list[Message] = []
+        for turn in conversation.turns:
+            messages.append({"role": "user", "content": turn})
+            sample = Sample()
+            self._samples.append(sample)
+            try:
+                await self._ask(messages, conversation.output_tokens, sample, due)
+            except (httpx.HTTPError, ValueError, KeyError) as e:
+                sample.error, sample.end = f"{type(e).__name__}: {e}"[:300], time.perf_counter() - due
+                return
+            messages.append({"role": "assistant", "content": sample.text})
+            due = time.perf_counter()
+
+    def _body(self, messages: list[Message], output_tokens: int) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self._target.model, "stream": True, "temperature": 0,
+                                "stream_options": {"include_usage": True}, "max_tokens": output_tokens}
+        if self._load.ignore_eos:
+            body["ignore_eos"] = True
+        if self._load.api == "chat":
+            body["messages"] = messages
+        else:
+            body["prompt"] = "\n".join(message["content"] for message in messages)
+        return body | self._target.extra
+
+    async def _ask(self, messages: list[Message], output_tokens: int, sample: Sample, due: float) -> None:
+        path = "/v1/chat/completions" if self._load.api == "chat" else "/v1/completions"
+        last = due
+        async with self._http.stream("POST", path, json=self._body(messages, output_tokens)) as answer:
+            if answer.status_code != 200:
+                raise ValueError(f"status {answer.status_code}: {(await answer.aread()).decode()[:200]}")
+            async for chunk in _events(answer):
+                now = time.perf_counter()
+                if text := _text(chunk, self._load.api):
+                    sample.text += text
+                    if sample.first is None:
+                        sample.first = now - due
+                    else:
+                        sample.gaps.append(now - last)
+                    last = now
+                    sample.output_tokens += not sample.counted
+                if usage := chunk.get("usage"):
+                    _note(sample, usage)
+        sample.end = (last if sample.first is not None else time.perf_counter()) - due
+
+
+async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """Raises ValueError for an error within the stream, and for a stream that ends without [DONE]."""
+    async for line in answer.aiter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line[5:].strip()
+        if data == "[DONE]":
+            return
+        payload = json.loads(data)
+        if "error" in payload:
+            raise ValueError(f"the stream broke: {payload['error']}")
+        yield payload
+    raise ValueError("the stream ended without [DONE]")
+
+
+def _text(chunk: dict[str, Any], api: str) -> str:
+    if not chunk.get("choices"):
+        return ""
+    choice = chunk["choices"][0]
+    if api == "completions":
+        return choice.get("text") or ""
+    delta = choice.get("delta") or {}
+    return (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
+
+
+def _note(sample: Sample, usage: dict[str, Any]) -> None:
+    sample.counted = True
+    sample.prompt_tokens, sample.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    drafts = usage.get("speculation") or {}
+    sample.drafted_tokens = drafts.get("drafted_tokens", 0)
+    sample.accepted_tokens = drafts.get("accepted_tokens", 0)

@@ -1,0 +1,138 @@
+"""Commands that speak to a running server: `bench serve`, `chat`, `ps`, against a scripted one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from stretto.bench.load import (
+    Conversation,
+    Load,
+    Run,
+    Sample,
+    Target,
+    conversations_of,
+    run_load,
+    synthetic_conversations,
+)
+from stretto.bench.load_report import percentile, plot, report
+from stretto.cli.main import run_app
+from tests.serve.conftest import make_served
+from tests.serve.fakes import CoreOptions
+from tests.serve.test_server import Program, program
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Program]:
+    with program({"block": 3, "step_seconds": 0.005, "max_model_len": 4000}, api_keys=["k"]) as made:
+        made.until("/readyz", 200)
+        yield made
+
+
+def stretto(server: Program, *tokens: str, key: str = "k", **variables: str) -> tuple[int, str]:
+    """(exit code, what was said on stderr)."""
+    notes = Console(record=True, width=300, file=open("/dev/null", "w"))  # noqa: SIM115
+    code = run_app([*tokens, "--url", f"http://127.0.0.1:{server.port}", "--api-key", key], variables, notes)
+    return code, notes.export_text()
+
+
+def test_bench_serve_prints_and_writes(server: Program, tmp_path: Path, capsys: pytest.CaptureFixture):
+    code, said = stretto(server, "bench", "serve", "--num-prompts", "6", "--output-tokens", "9", "--turns", "2",
+                         "--json", "--output", str(tmp_path / "f.json"), "--plot", str(tmp_path / "p.svg"),
+                         "--slo-ttft", "10000", STRETTO_MAX_MODEL_LEN="4k")
+    assert code == 0 and said == ""  # a variable of the server's is none of a client's
+    found = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "f.json").read_text()) == found
+    (one,) = found["servers"]
+    assert (one["requests"], one["failed"], one["output_tokens"]) == (12, 0, 12 * 9) and one["tokens_counted_by_server"]
+    assert one["prompt_tokens"] > 0 and one["goodput"] == pytest.approx(one["requests_per_second"])
+    assert one["ttft"]["p50"] <= one["ttft"]["p99"] <= one["e2e"]["max"] and "api_key" not in one
+    ElementTree.parse(tmp_path / "p.svg")
+    code, _ = stretto(server, "bench", "serve", "--num-prompts", "4", "--output-tokens", "3", "--request-rate", "50")
+    assert code == 0 and "output tokens a second" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tokens, key, words", [
+    (["--num-prompts", "0"], "k", "num-prompts"), (["--request-rate", "0"], "k", "request-rate"),
+    (["--prompts", "/nowhere"], "k", "cannot be read"), ([], "wrong", "API key"),
+    (["--model", "other"], "k", "not served here")])
+def test_bench_serve_refuses(server: Program, tokens: list[str], key: str, words: str):
+    code, said = stretto(server, "bench", "serve", *tokens, key=key)
+    assert code == 1 and words in said
+
+
+def test_chat_and_ps(server: Program, capsys: pytest.CaptureFixture):
+    assert stretto(server, "chat", "say:hello there")[0] == 0
+    assert capsys.readouterr().out == "hello there\n"
+    code, said = stretto(server, "chat", "x", "--temperature", "-1")
+    assert code == 1 and "temperature" in said
+    assert stretto(server, "ps", "--json")[0] == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["models"] == ["fake/tiny"] and found["counters"]["stretto_generated_tokens_total"] > 0
+    assert stretto(server, "ps")[0] == 0
+    assert "drafts accepted" in capsys.readouterr().out
+
+
+async def test_what_is_measured_is_what_was_served():
+    """Steps of 20 ms with two tokens each, four clients of eight places: every figure is known beforehand."""
+    async with make_served(CoreOptions(block=2, step_seconds=0.02, max_model_len=4000)) as api:
+        target = Target("x", api.url, "fake/tiny")
+        load = Load(synthetic_conversations(8, words=5, output_tokens=20), concurrency=4)
+        run = await run_load(target, load)
+    (found,) = report([run], load, "w")["servers"]
+    assert found["output_tokens"] == 160 and found["failed"] == 0
+    assert 0.019 <= found["itl"]["p50"] < 0.5 and 0.009 <= found["tpot"]["p50"] < 0.25
+    assert 0.4 <= run.seconds < 10 and found["drafts_accepted"] == 1.0
+    assert all(len(sample.gaps) == 9 for sample in run.samples)
+
+
+async def test_an_open_loop_counts_from_the_moment_that_was_due():
+    """All arrive at once and one place is free at a time: who waits is charged for it."""
+    async with make_served(CoreOptions(step_seconds=0.02)) as api:
+        load = Load(synthetic_conversations(4, words=3, output_tokens=5), rate=1e6, concurrency=1)
+        run = await run_load(Target("x", api.url, "fake/tiny"), load)
+    firsts = sorted(sample.first or 0.0 for sample in run.samples)
+    assert all(later - earlier > 0.08 for earlier, later in itertools.pairwise(firsts))
+
+
+async def test_a_poisson_process_has_its_rate_and_failures_are_counted():
+    async with make_served() as api:
+        load = Load(synthetic_conversations(60, words=1, output_tokens=1), rate=200.0, concurrency=100)
+        run = await run_load(Target("x", api.url, "fake/tiny"), load)
+        broken = await run_load(Target("x", api.url, "fake/tiny"), Load((Conversation(("fault:x",), 4),)))
+    assert 0.15 < run.seconds < 5 and not any(sample.error for sample in run.samples)
+    assert broken.samples[0].error is not None and "500" in broken.samples[0].error
+
+
+def test_percentiles_are_numpys():
+    values = list(np.random.default_rng(0).exponential(size=37))
+    for share in (0, 1, 50, 90, 99, 100):
+        assert percentile(values, share) == pytest.approx(np.percentile(values, share))
+
+
+def test_conversations(tmp_path: Path):
+    made = synthetic_conversations(6, words=4, output_tokens=1, turns=2, shared=3, long_every=3, long_words=50)
+    assert made == synthetic_conversations(6, words=4, output_tokens=1, turns=2, shared=3, long_every=3, long_words=50)
+    assert [len(one.turns[0].split()) for one in made] == [7, 7, 53, 7, 7, 53]
+    assert len({" ".join(one.turns[0].split()[:3]) for one in made}) == 1
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"},
+                                                   {"from": "human", "value": "c"}]}, {"other": 1}]))
+    assert conversations_of(path, 5, 3) == (Conversation(("a", "c"), 3),)
+    path.write_text('{"turns": ["a", "b"]}\n{"prompt": "c"}\n')
+    assert [one.turns for one in conversations_of(path, 5, 3)] == [("a", "b"), ("c",)]
+    path.write_text('{"text": "a"}')
+    with pytest.raises(ValueError, match="no record"):
+        conversations_of(path, 5, 3)
+
+
+def test_a_plot_of_nothing_and_of_one():
+    for samples in ([], [Sample(first=0.1, end=0.2, gaps=[0.01, 0.02])]):
+        ElementTree.fromstring(plot([Run(Target("a <b>", "u", "m"), samples, 1.0, 0.1)], "x & y"))
