@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stretto.engine.async_llm import AsyncLLM
     from stretto.engine.llm import LLM, Completion
-    from stretto.params import SamplingParams
+    from stretto.params import Grammar, SamplingParams
     from stretto.protocol import Output, Request, RequestError
 
 __version__ = "0.1.0"
 
 _WHERE = {"AsyncLLM": "stretto.engine.async_llm", "LLM": "stretto.engine.llm", "Completion": "stretto.engine.llm",
-          "SamplingParams": "stretto.params", "Output": "stretto.protocol", "Request": "stretto.protocol",
-          "RequestError": "stretto.protocol"}
+          "Grammar": "stretto.params", "SamplingParams": "stretto.params", "Output": "stretto.protocol",
+          "Request": "stretto.protocol", "RequestError": "stretto.protocol"}
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "Output", "Request", "RequestError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "Grammar", "Output", "Request", "RequestError", "SamplingParams",
+           "__version__"]
 
 
 def __getattr__(name: str) -> Any:

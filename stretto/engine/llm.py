@@ -19,7 +19,23 @@ from stretto.config import Config
 from stretto.engine.build import Prepared, build_core, prepare
 from stretto.engine.core import EngineCore
 from stretto.params import SamplingParams
-from stretto.protocol import EngineInfo, Output, Request, TokenLogprob, Usage
+from stretto.protocol import (
+    Action,
+    BranchSession,
+    CloseSession,
+    EngineInfo,
+    GetSession,
+    OpenSession,
+    Output,
+    Request,
+    RequestError,
+    RewindSession,
+    SessionInfo,
+    SessionTurn,
+    TokenLogprob,
+    Usage,
+)
+from stretto.text.grammar import GrammarError, check_grammar
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
@@ -97,12 +113,14 @@ class LLM:
         self.core.close()
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
-                 sampling: SamplingParams | Sequence[SamplingParams] | None = None) -> list[Completion]:
+                 sampling: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 session: SessionTurn | Sequence[SessionTurn | None] | None = None) -> list[Completion]:
         """Completes every prompt (text or token ids), all in one batch. A prompt's n choices follow each other.
+        `session`: whose turn it is, of one prompt or of each.
 
         Raises RequestError for a request that cannot be served, before any of them runs."""
         listed = self._listed(prompts)
-        requests = self._requests([self._tokens(p) for p in listed], sampling)
+        requests = self._requests([self._tokens(p) for p in listed], sampling, session)
         completions = {(r.rid, i): Completion(i, r.tokens) for r in requests for i in range(r.sampling.n)}
         for output in self._run(requests):
             completions[output.rid, output.index].add(output)
@@ -116,9 +134,22 @@ class LLM:
         prompts = [self.tokenizer.apply_chat_template(list(c), **template) for c in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling)
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Output]:
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *,
+               session: SessionTurn | None = None) -> Iterator[Output]:
         """Outputs of one prompt as they come. Closing the iterator aborts the request."""
-        yield from self._run(self._requests([self._tokens(prompt)], sampling))
+        yield from self._run(self._requests([self._tokens(prompt)], sampling, session))
+
+    def manage(self, action: Action) -> list[SessionInfo]:
+        """Opens, shows, branches, rewinds or closes sessions (see stretto.protocol). Raises RequestError."""
+        sessions, outputs = self.core.manage(action)
+        self._sort(outputs)
+        return sessions
+
+    def open_session(self, sid: str | None = None, **options: Any) -> Conversation:
+        """A session to which prompts are appended. Options are those of `protocol.OpenSession`."""
+        sid = f"llm-session-{next(self._serial)}" if sid is None else sid
+        self.manage(OpenSession(sid=sid, **options))
+        return Conversation(self, sid)
 
     @staticmethod
     def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -130,12 +161,21 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _requests(self, prompts: list[list[int]],
-                  sampling: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
+                  sampling: SamplingParams | Sequence[SamplingParams] | None,
+                  session: SessionTurn | Sequence[SessionTurn | None] | None = None) -> list[Request]:
         each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(each)} sampling parameters: give one, or one for each")
-        return [Request(rid=f"llm-{next(self._serial)}", tokens=tokens, sampling=params, arrival=time.monotonic())
-                for tokens, params in zip(prompts, each, strict=True)]
+        for grammar in dict.fromkeys(params.grammar for params in each if params.grammar is not None):
+            try:
+                check_grammar(grammar)
+            except GrammarError as e:
+                raise RequestError(str(e), param="grammar", code="invalid_grammar") from e
+        turns = list(session) if isinstance(session, Sequence) else [session] + [None] * (len(prompts) - 1)
+        if len(turns) != len(prompts) or (session is not None and not isinstance(session, Sequence) and len(turns) > 1):
+            raise ValueError(f"{len(prompts)} prompts and {len(turns)} turns of sessions: give one for each prompt")
+        return [Request(rid=f"llm-{next(self._serial)}", tokens=tokens, sampling=params, arrival=time.monotonic(),
+                        session=turn) for tokens, params, turn in zip(prompts, each, turns, strict=True)]
 
     def _run(self, requests: list[Request]) -> Iterator[Output]:
         """Steps the engine until these requests are done; aborts what is left when the caller stops early. Outputs of
@@ -154,6 +194,8 @@ class LLM:
                     unfinished[output.rid] -= 1
                     if not unfinished[output.rid]:
                         del unfinished[output.rid]
+                if output.finish_reason == "error" and output.error_code is not None:
+                    raise RequestError(output.error or "", code=output.error_code)
                 if output.finish_reason == "error":
                     raise GenerationError(output.error or "the engine failed")
                 yield output
@@ -161,9 +203,62 @@ class LLM:
             for request in requests:
                 self._readers.pop(request.rid, None)
             for rid in unfinished:
-                self.core.abort(rid)
+                self._sort(self.core.abort(rid))
 
     def _step(self) -> None:
-        for output in self.core.step():
+        self._sort(self.core.step())
+
+    def _sort(self, outputs: list[Output]) -> None:
+        for output in outputs:
             if output.rid in self._readers:
                 self._readers[output.rid].append(output)
+
+
+class Conversation:
+    """A session of an LLM: each prompt follows all that was said before, and only what is new is computed.
+
+        with llm.open_session() as talk:
+            print(talk.generate("Once upon a time").text)
+            other = talk.branch()
+    """
+
+    def __init__(self, llm: LLM, sid: str):
+        self.llm, self.sid = llm, sid
+
+    def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **order: Any) -> Completion:
+        """The next turn. A begin-of-sequence token stands at the start of the history only. `order`: fields of
+        `protocol.SessionTurn`, such as offset=-1. Raises RequestError."""
+        return self.llm.generate([prompt], sampling, session=self._turn(prompt, order))[0]
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **order: Any) -> Iterator[Output]:
+        """Closing the iterator aborts the turn, which then leaves no trace, or with on_disconnect="keep" what came."""
+        return self.llm.stream(prompt, sampling, session=self._turn(prompt, order))
+
+    def _turn(self, prompt: Prompt, order: Mapping[str, Any]) -> SessionTurn:
+        bos, tokens = self.llm.tokenizer.bos_token_id, self.llm._tokens(prompt)
+        continuation = tokens[1:] if bos is not None and tokens[:1] == [bos] else None
+        return SessionTurn(**{"sid": self.sid, "mode": "append", "create": False, "continuation": continuation, **order})
+
+    @property
+    def info(self) -> SessionInfo:
+        return self.llm.manage(GetSession(self.sid))[0]
+
+    def branch(self, at: int | None = None) -> Conversation:
+        """Another one with the same history, or its first `at` tokens."""
+        sid = f"{self.sid}-{next(self.llm._serial)}"
+        self.llm.manage(BranchSession(self.sid, sid, at))
+        return Conversation(self.llm, sid)
+
+    def rewind(self, at: int) -> None:
+        """The first `at` tokens of the history stay."""
+        self.llm.manage(RewindSession(self.sid, at))
+
+    def close(self) -> None:
+        self.llm.manage(CloseSession(self.sid, abort=True))
+
+    def __enter__(self) -> Conversation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()

@@ -228,9 +228,11 @@ class Results:
         return outputs
 
     def fail(self, turn: Turn, cause: str) -> list[Output]:
-        """Ends one turn with an error that is the request's own, such as a grammar with a dead end."""
+        """Ends one turn whose grammar cannot be used, or has led into a dead end: the request's own fault."""
         self._counters.grammar_errors += 1
         outputs = self._outputs_at_end(turn, (ERROR, None), error=cause)
+        for output in outputs:
+            output.error_code = "invalid_grammar"
         self._unseat(turn)
         self._let_go(turn)
         return outputs + (self._sessions.failed(turn) if turn.session is not None else [])

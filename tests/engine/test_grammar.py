@@ -255,6 +255,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(oracle) -> Non
     run.submit("good", PROMPT, sampled(1, JSON))
     run.finish()
     assert run.reason("bad") == "error" and "#/properties/x" in run.outputs["bad", 0][-1].error
+    assert run.outputs["bad", 0][-1].error_code == "invalid_grammar"
     assert valid(text(run, "good"))
 
 

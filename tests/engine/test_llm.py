@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
 from stretto.engine.async_llm import AsyncLLM
 from stretto.engine.llm import LLM
-from stretto.params import SamplingParams
+from stretto.params import Grammar, SamplingParams
 from stretto.protocol import RequestError
 from tests.engine.small import VOCAB, save_tiny
 from tests.text.vocabularies import byte_level
@@ -82,6 +83,16 @@ def test_stop_string_across_tokens(llm: LLM) -> None:
     stop = text[5:8]
     cut = llm.generate("tell me", SamplingParams(temperature=0.0, max_tokens=30, stop=(stop,)))[0]
     assert cut.text == text[: text.index(stop)] and (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+
+
+def test_grammars_over_a_real_vocabulary(llm: LLM) -> None:
+    words = Grammar("regex", "(good|bad) [a-z]{3}!")
+    for sampling in (SamplingParams(temperature=0.0, max_tokens=40, grammar=words),
+                     SamplingParams(temperature=5.0, seed=1, n=2, max_tokens=40, grammar=words)):
+        for choice in llm.generate("say it", sampling):
+            assert re.fullmatch(words.source, choice.text) and choice.finish_reason == "stop"
+    with pytest.raises(RequestError, match="unclosed group"):
+        llm.generate("x", SamplingParams(grammar=Grammar("regex", "(a")))
 
 
 def test_bad_requests_and_options_are_named(folder, llm: LLM) -> None:
