@@ -47,7 +47,9 @@ def _splits(q, kv, low, shift, G: tl.constexpr, HEADS_KV: tl.constexpr, FEW: tl.
     split = tl.where(kind == 1, few, tl.where(wanted == 1, 1 << 28, chunk))
     split = tl.minimum(split.to(tl.int64) << shift, 1 << 28).to(tl.int32)
     first = low // split
-    return kind, tiles, split, first, tl.where(q > 0, tl.cdiv(kv, split) - first, 0)
+    #   few tokens   |--split--|--split--|-|      a short rest joins the last split: an item of its own would cost more
+    rest = tl.where(kind == 1, split // 4, 0)
+    return kind, tiles, split, first, tl.where(q > 0, tl.maximum(tl.cdiv(kv - rest, split) - first, 1), 0)
 
 
 @triton.jit
@@ -108,7 +110,7 @@ def _write_items(items, arrivals, offset, before, last, tiles, n, first, split, 
         at = (tiles - 1 - rank) * tile_tokens
         tokens = tl.minimum(tile_tokens, q - at)
         cell = (first + s) * split
-        end = tl.minimum(cell + split, base + at + tokens)
+        end = tl.where(s < n - 1, tl.minimum(cell + split, base + at + tokens), base + at + tokens)
         if WINDOW > 0:
             cell = tl.maximum(cell, base + at - WINDOW + 1)
         p = items + (offset + tl.where(s < n - 1, before + j, last + rank)) * WORDS
@@ -306,19 +308,19 @@ def attend_kernel(q, k_cache, v_cache, tables, items, counts, arrivals, cu_q, ou
                   out_scale, offset, n_rows, n_tokens, KIND: tl.constexpr, WINDOW: tl.constexpr,
                   SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr,
                   HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
-                  KEYS: tl.constexpr, STAGES: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
-                  PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+                  KEYS: tl.constexpr, STAGES: tl.constexpr, WORDS: tl.constexpr, FIRST: tl.constexpr,
+                  PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """A persistent grid that claims the work items of one kind until none is left. KIND: 0 chunks, 1 few tokens.
 
     Of n items, program p takes item p without asking; where there are more, the others are claimed. Every program
     claims until it fails once, which makes n claims in all: the claim that returns n - 1 is the last, and sets the
     counter back for the next layer. The few-token launch also clears the padding, and with PDL it runs beside the
     launch of the chunks and ends after it: it starts when every program of the chunks has waited for all that came
-    before, and lets the launch after it fetch weights while it runs."""
+    before, and lets the launch after it fetch weights while it runs. FIRST: no launch of chunks comes before."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     if PDL:
-        if KIND == 0:
+        if FIRST:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.load(counts + KIND) * HEADS_KV
@@ -335,5 +337,5 @@ def attend_kernel(q, k_cache, v_cache, tables, items, counts, arrivals, cu_q, ou
         claim += programs
     if KIND == 1:
         _clear_padding(out, tl.load(cu_q + n_rows), n_tokens, G, HEADS_KV, D, BLOCK_D)
-        if PDL:
+        if PDL and not FIRST:
             tl.extra.cuda.gdc_wait()

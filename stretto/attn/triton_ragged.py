@@ -110,8 +110,11 @@ class TritonRagged:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         # The chunks' programs start first and keep their places as long as they have work; programs of few-token rows
         # fill what is left of a multiprocessor, then all of it. A launch with nothing to do costs about 1 us.
-        for kind, tile in enumerate(meta.tiles):
-            self._launch(kind, tile, out, layer, q, k_cache, v_cache, step, step.page_tables[group], meta, sinks)
+        # A bucket whose tokens all fit one tile of few tokens has no chunks.
+        few_only = q.shape[0] * (layer.n_heads // layer.n_kv_heads) <= meta.tiles[1].rows
+        for kind in (1,) if few_only else (0, 1):
+            self._launch(kind, few_only or kind == 0, out, layer, q, k_cache, v_cache, step, step.page_tables[group],
+                         meta, sinks)
         return out
 
     def _check(self, layer: LayerSpec, planned: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor,
@@ -127,10 +130,10 @@ class TritonRagged:
             raise ValueError(f"strides {q.stride()}, {k_cache.stride()}, {v_cache.stride()}: elements of a head must be"
                              " contiguous, and both caches of one layout")
 
-    def _launch(self, kind: int, tile: Tile, out: torch.Tensor, layer: LayerSpec, q: torch.Tensor,
+    def _launch(self, kind: int, first: bool, out: torch.Tensor, layer: LayerSpec, q: torch.Tensor,
                 k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, table: torch.Tensor, plan: RaggedPlan,
                 sinks: torch.Tensor | None) -> None:
-        softcap = layer.softcap or 0.0
+        tile, softcap = plan.tiles[kind], layer.softcap or 0.0
         in_scale = -2 * LOG2E.value * layer.scale / softcap if softcap else 0.0  # tanh(x) by exp2 of -2 x / ln 2
         out_scale = LOG2E.value * (softcap or layer.scale)
         heads = self.capacity(layer) * layer.n_heads
@@ -143,7 +146,7 @@ class TritonRagged:
             step.q_len.numel(), q.shape[0], KIND=kind, WINDOW=layer.window or 0, SOFTCAP=bool(softcap),
             SINKS=sinks is not None, PAGE=step.page_size, G=layer.n_heads // layer.n_kv_heads,
             HEADS_KV=layer.n_kv_heads, D=layer.head_dim, BLOCK_D=max(padded(layer.head_dim), 16), M=tile.rows,
-            KEYS=tile.keys, STAGES=tile.stages, WORDS=ITEM_WORDS, PDL=overlap,
+            KEYS=tile.keys, STAGES=tile.stages, WORDS=ITEM_WORDS, FIRST=first, PDL=overlap,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             UPCAST=INTERPRETED and q.dtype == torch.bfloat16, num_warps=tile.warps, maxnreg=tile.registers,
             **({"launch_pdl": True} if overlap else {}))

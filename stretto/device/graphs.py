@@ -97,9 +97,12 @@ class GraphExecutor:
         rows = torch.zeros(bucket.rows, 3, dtype=torch.int32, device=self.runner.model.device)
         self.runner.run(rows, bucket)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.current_stream(),
-                              capture_error_mode="thread_local"):
+        torch.cuda.synchronize()  # torch.cuda.graph would also empty the allocator's cache, each time
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
             body = self.runner.run(rows, bucket)
+        finally:
+            graph.capture_end()
         self.graphs[bucket] = captured = Captured(graph, rows, body)
         self.capture_seconds += time.perf_counter() - started
         return captured
