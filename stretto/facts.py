@@ -22,6 +22,7 @@ from stretto.device.kv import bytes_per_token, group_layers
 from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config
 from stretto.model.dequantize import dequantized
 from stretto.model.gguf import GGUFSource, gguf_config
+from stretto.model.load import check_native
 from stretto.model.registry import find_builder
 from stretto.model.source import SafetensorsSource, WeightSource
 
@@ -94,15 +95,15 @@ def model_facts(path: Path) -> ModelFacts:
     if path.suffix == ".gguf":
         return _native_facts(path, ModelConfig.from_hf(gguf_config(path)), GGUFSource(path), None)
     raw, generation = read_config(path)
-    source = SafetensorsSource(path)
     if find_builder(architecture_of(raw)) is None:
-        return _fallback_facts(path, source, generation)
+        return _fallback_facts(path, raw, generation)
     config = ModelConfig.from_hf(raw, generation)
-    return _native_facts(path, config, dequantized(source, config.quantization), generation)
+    return _native_facts(path, config, dequantized(SafetensorsSource(path), config.quantization), generation)
 
 
 def _native_facts(path: Path, config: ModelConfig, source: WeightSource,
                   generation: Mapping[str, Any] | None) -> ModelFacts:
+    check_native(config, source)
     layers = [LayerSpec(config.n_heads, config.n_kv_heads, config.head_dim, 1.0, window) for window in config.windows]
     return ModelFacts(
         name=model_name(path), architecture=config.architecture,
@@ -112,14 +113,11 @@ def _native_facts(path: Path, config: ModelConfig, source: WeightSource,
         sampling_defaults=sampling_defaults(generation))
 
 
-def _fallback_facts(path: Path, source: WeightSource, generation: Mapping[str, Any] | None) -> ModelFacts:
+def _fallback_facts(path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any] | None) -> ModelFacts:
     """From what transformers reads out of config.json; it gives common names to what models call differently."""
-    from transformers import AutoConfig  # takes long to import, and native models do without
+    from stretto.model.fallback import check_fallback  # imports transformers, which takes long
 
-    try:
-        whole = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError) as e:
-        raise ConfigError(f"transformers cannot read the config in {path}: {e}") from e
+    whole = check_fallback(path, raw)
     config = whole.get_text_config()
     needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
     missing = [key for key in needed if getattr(config, key, None) is None]
@@ -134,7 +132,7 @@ def _fallback_facts(path: Path, source: WeightSource, generation: Mapping[str, A
         name=model_name(path), architecture=(whole.architectures or [whole.model_type])[0],
         n_layers=config.num_hidden_layers, hidden_size=hidden,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden, vocab_size=config.vocab_size,
-        context=config.max_position_embeddings, parameters=count_parameters(source),
+        context=config.max_position_embeddings, parameters=count_parameters(SafetensorsSource(path)),
         dtype=str(whole.dtype or "float32").removeprefix("torch."), kv_groups=kv_groups(layers),
         sampling_defaults=sampling_defaults(generation))
 

@@ -130,8 +130,10 @@ def _unpack_compressed(source: WeightSource, names: frozenset[str], base: str, s
     group = _groups(source, names, f"{base}.weight_g_idx", shape[1], scale.shape[1] if scale.ndim > 1 else 1)
     scale = scale.view(shape[0], -1) if scale.numel() > 1 else scale.expand(shape[0], 1)
     if f"{base}.weight_zero_point" in names:
-        zero = unpack(source.tensor(f"{base}.weight_zero_point").t().contiguous(), bits).t()[: shape[0]].float() - half
-        values -= zero[:, group]
+        zero = source.tensor(f"{base}.weight_zero_point")
+        if zero.dtype is torch.int32:  # packed by rows; as int8, they are plain numbers
+            zero = unpack(zero.t().contiguous(), bits).t()[: shape[0]].float() - half
+        values -= zero.float()[:, group]
     return values.mul_(scale[:, group])
 
 

@@ -46,6 +46,8 @@ from stretto.model.probe import SPLIT, MaskProbe, ProbeAttend, UnknownMask, clos
 from stretto.model.source import SafetensorsSource, WeightError
 from stretto.model.weights import COMPUTED, Progress
 
+_ALIBI = ("bloom", "mpt")  # always, or by a field of a section of its own
+
 
 class UnsupportedModel(ConfigError):
     """An architecture that cannot be served through transformers; the message gives the reason."""
@@ -168,12 +170,8 @@ class FallbackModel:
 def load_fallback(folder: Path, raw: Mapping[str, Any], generation: Mapping[str, Any] | None, *, dtype: torch.dtype,
                   device: torch.device, progress: Progress | None = None, context: int | None = None) -> FallbackModel:
     """Loads a model through transformers. Raises UnsupportedModel with the reason, ConfigError, WeightError."""
-    name = architecture_of(raw)
-    refuse_quantization(name, raw)
-    config = _read_hf_config(folder, name, raw)
-    text = config.get_text_config()
-    _refuse_by_config(name, config, text)
-    positions = served_positions(name, _max_position(name, text), context)
+    name, config = architecture_of(raw), check_fallback(folder, raw)
+    positions = served_positions(name, _max_position(name, config.get_text_config()), context)
     causal = _load_weights(folder, name, config, dtype, progress).to(device)
     text = causal.config.get_text_config()  # its own copy
     _freeze_rotary(causal, text, positions)
@@ -195,6 +193,18 @@ def load_fallback(folder: Path, raw: Mapping[str, Any], generation: Mapping[str,
     return model
 
 
+def check_fallback(folder: Path, raw: Mapping[str, Any]) -> Any:
+    """transformers' configuration of a model, if it may be served by what its config.json says; whether it can be, only
+    a trial shows. Reads no weights. Raises UnsupportedModel, ConfigError."""
+    name = architecture_of(raw)
+    refuse_quantization(name, raw)
+    config = _read_hf_config(folder, name, raw)
+    text = config.get_text_config()
+    _refuse_by_config(name, config, text)
+    _max_position(name, text)
+    return config
+
+
 def _read_hf_config(folder: Path, name: str, raw: Mapping[str, Any]) -> Any:
     if "auto_map" in raw and raw.get("model_type") not in {c.model_type for c in MODEL_FOR_CAUSAL_LM_MAPPING}:
         raise UnsupportedModel(f"{name} needs Python code from its own folder (auto_map), which is never run; take a "
@@ -214,7 +224,7 @@ def _refuse_by_config(name: str, config: Any, text: Any) -> None:
     if getattr(text, "kv_lora_rank", None):
         raise UnsupportedModel(f"{name} uses multi-head latent attention (kv_lora_rank {text.kv_lora_rank}), for which "
                                "the KV cache has no layout")
-    if getattr(text, "alibi", False):
+    if getattr(text, "alibi", False) or config.model_type in _ALIBI:
         raise UnsupportedModel(f"{name} adds ALiBi position biases to its attention, which no backend here does")
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if kinds:

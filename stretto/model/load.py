@@ -43,6 +43,16 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, pr
     return build_model(config, source, dtype, device, progress, context)
 
 
+def check_native(config: ModelConfig, source: WeightSource) -> None:
+    """Finds what keeps a native model from loading, without reading its weights: what its family refuses, and tensors
+    that are missing, misshapen or too many. Packages' models are not built here; theirs shows at load. Raises
+    ConfigError and WeightError."""
+    if config.architecture in NATIVE:
+        weights = Weights(source, torch.float32, torch.device("meta"))
+        NATIVE[config.architecture](config, weights, 1)
+        weights.check()
+
+
 def build_model(config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device,
                 progress: Progress | None = None, context: int | None = None) -> CausalModel:
     """A model of a known architecture with the weights of any source. Raises ConfigError and WeightError."""

@@ -61,9 +61,9 @@ def test_a_gguf_file(tmp_path: Path):
 
 
 def test_a_model_that_states_no_sizes_is_refused(tmp_path: Path):
-    mamba = transformers.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4)
-    transformers.AutoModelForCausalLM.from_config(mamba).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="a model of type 'mamba' has no num_attention_heads"):
+    rwkv = transformers.RwkvConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
+    transformers.AutoModelForCausalLM.from_config(rwkv).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="a model of type 'rwkv' has no num_attention_heads"):
         model_facts(tmp_path)
 
 

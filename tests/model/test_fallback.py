@@ -9,12 +9,14 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.llama import modeling_llama
 from transformers.utils import logging as hf_logging
 
+from stretto.facts import model_facts
 from stretto.model.config import ConfigError, read_config
-from stretto.model.fallback import FallbackModel, UnsupportedModel, load_fallback
+from stretto.model.fallback import FallbackModel, UnsupportedModel, check_fallback, load_fallback
 from stretto.model.load import load_model
 from stretto.model.probe import UnknownMask, window_of
 from stretto.model.source import WeightError
@@ -159,7 +161,7 @@ TINY_MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_no
 REFUSED = {
     "falcon": ("Falcon", {}, "does not go through transformers' attention interface"),
     "falcon-alibi": ("Falcon", {"alibi": True}, "adds ALiBi position biases"),
-    "bloom": ("Bloom", {}, "does not go through transformers' attention interface"),
+    "bloom": ("Bloom", {}, "adds ALiBi position biases"),
     "bert": ("Bert", {}, "its mask is not causal"),
     "mamba": ("Mamba", {}, "has layers of type linear_attention"),
     "deepseek_v3": ("DeepseekV3", TINY_MLA, r"multi-head latent attention \(kv_lora_rank 16\)"),
@@ -173,6 +175,20 @@ def test_refused_with_the_reason(family, config, says, tmp_path):
     save(tmp_path, family, **config)
     with pytest.raises(UnsupportedModel, match=says):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["falcon-alibi", "bloom", "mamba", "deepseek_v3"])
+def test_what_a_config_shows_is_refused_without_weights(name, tmp_path):
+    """`stretto explain` and `doctor` say it, too: they load nothing."""
+    family, config, says = REFUSED[name]
+    save(tmp_path, family, **config)
+    for path in tmp_path.glob("*.safetensors"):
+        save_file({"nothing": torch.zeros(1)}, path)
+    raw, _ = read_config(tmp_path)
+    with pytest.raises(UnsupportedModel, match=says):
+        check_fallback(tmp_path, raw)
+    with pytest.raises(UnsupportedModel, match=says):
+        model_facts(tmp_path)
 
 
 @pytest.mark.parametrize("config, says", [
@@ -197,7 +213,7 @@ def test_quantised_checkpoints_are_refused(tmp_path):
 
 
 def test_wrong_weights_are_named_together(tmp_path):
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     save(tmp_path, "Olmo2")
     path = tmp_path / "model.safetensors"
