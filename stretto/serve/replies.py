@@ -109,7 +109,7 @@ class ReplyPlanner:
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template or ""
         self._own: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
         special: frozenset[int] = getattr(tokenizer, "special_ids", frozenset())
-        one = {marker: tokenizer.encode(marker, False) for marker in _MARKERS if marker in self._template}
+        one = {marker: tokenizer.encode(marker, False) for marker in _MARKERS}
         self._special = frozenset(m for m, ids in one.items() if len(ids) == 1 and ids[0] in special)
 
     def plan(self, body: GenerationBody, prompt: list[int]) -> ReplyPlan:
@@ -179,7 +179,7 @@ def _grammar(asked: Asked | None, tools: Tools | None, calls: str, reasoning: bo
     elif asked is not None:
         body = "calls | @answer"
     else:  # free text, in which a marker begins a call
-        body = f"free_call{'*' if tools.several else '?'} TEXT"
+        body = "free_call* TEXT" if tools.several else "free_call | TEXT"
         rules += ["free_call: before inner", _lazy("before", CALL, sign), r"TEXT: /(.|\n)*/"]
     forced = tools is not None and tools.force
     kept = None if forced else asked
