@@ -5,7 +5,8 @@ rate, start-up and graphs; beside the serial limit of the bytes and operations, 
 
     python benchmarks/engine_gpu.py --rows 1 64 256 --profile      # where a decode step's and a prefill's time goes
 
-A step's time is (time of 1 + N tokens - time of 1 token) / N for R equal requests, medians of `--repeat`.
+`step_ms` is (time of 1 + N tokens - time of 1 token) / N for R equal requests, medians of `--repeat`: what mixing with
+the prompts of later requests costs is in it. `decode_ms` is one of the steps in which every row decodes.
 """
 
 from __future__ import annotations
@@ -146,14 +147,18 @@ def _tensors(model: object) -> list[torch.Tensor]:
     return list(seen.values())
 
 
-def run(core: EngineCore, rows: int, prompt: int, new: int, serial: list[int]) -> tuple[float, float]:
-    """(seconds in all, seconds that the host spent outside waiting) for `rows` requests that start together."""
+def submit(core: EngineCore, rows: int, prompt: int, new: int, serial: list[int]) -> None:
     generator = torch.Generator().manual_seed(serial[0])
     for _ in range(rows):
         serial[0] += 1
         tokens = torch.randint(0, core.info.vocab_size, (prompt,), generator=generator).tolist()
         core.submit(Request(rid=str(serial[0]), tokens=tokens, want_text=False,
                             sampling=SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)))
+
+
+def run(core: EngineCore, rows: int, prompt: int, new: int, serial: list[int]) -> tuple[float, float]:
+    """(seconds in all, seconds that the host spent outside waiting) for `rows` requests that start together."""
+    submit(core, rows, prompt, new, serial)
     torch.cuda.synchronize()
     busy, waited, started = core.busy_seconds, core.wait_seconds, time.perf_counter()
     while core.has_work:
@@ -163,12 +168,7 @@ def run(core: EngineCore, rows: int, prompt: int, new: int, serial: list[int]) -
 
 def profile(core: EngineCore, rows: int, prompt: int, decode: bool, serial: list[int], steps: int = 4) -> None:
     """Prints kernels by time in `steps` decode steps of `rows` requests, or in the first step of their prompts."""
-    generator = torch.Generator().manual_seed(serial[0])
-    for _ in range(rows):
-        serial[0] += 1
-        tokens = torch.randint(0, core.info.vocab_size, (prompt,), generator=generator).tolist()
-        core.submit(Request(rid=str(serial[0]), tokens=tokens, want_text=False,
-                            sampling=SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)))
+    submit(core, rows, prompt, 24, serial)
     for _ in range(-(-rows * prompt // core.host.limits.budget) + 4 if decode else 0):
         core.step()
     torch.cuda.synchronize()
@@ -198,12 +198,28 @@ def _print_kernels(recorded: torch.profiler.profile, title: str, steps: int) -> 
         print(f"{us / steps:9.1f} us {count / steps:7.1f} x  {name}", flush=True)
 
 
+def decode_step(core: EngineCore, rows: int, prompt: int, steps: int, serial: list[int]) -> float:
+    """Seconds of one of `steps` steps in which all rows decode."""
+    submit(core, rows, prompt, steps + -(-rows * prompt // core.host.limits.budget) + 16, serial)
+    for _ in range(-(-rows * (prompt + 8) // core.host.limits.budget) + 6):
+        core.step()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(steps):
+        core.step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    while core.has_work:
+        core.step()
+    return seconds / steps
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--budget", type=int, default=8192)
@@ -223,7 +239,7 @@ def main() -> None:
         profile(core, max(args.budget // args.prompt, 1), args.prompt, False, serial)
         return
     for rows in args.rows:
-        run(core, rows, args.prompt, 4, serial)
+        decode = decode_step(core, rows, args.prompt, 32, serial)
         ones, fulls, host = [], [], []
         for _ in range(args.repeat):
             ones.append(run(core, rows, args.prompt, 1, serial)[0])
@@ -233,7 +249,8 @@ def main() -> None:
         step = (statistics.median(fulls) - statistics.median(ones)) / args.new
         context = args.prompt + args.new / 2
         limit = (facts["weights_bytes"] + rows * context * facts["kv_token_bytes"]) / rate
-        results.append({"rows": rows, "step_ms": step * 1e3, "limit_ms": limit * 1e3, "share": limit / step,
+        results.append({"rows": rows, "step_ms": step * 1e3, "decode_ms": decode * 1e3, "limit_ms": limit * 1e3,
+                        "share": limit / step, "decode_share": limit / decode,
                         "host_ms": statistics.median(host) * 1e3, "prefill_tok_s": rows * args.prompt / min(ones)})
         print(json.dumps(results[-1]), flush=True)
     graphs = core.device.graphs

@@ -115,6 +115,7 @@ class GraphExecutor:
                 self.capture(bucket)
             if progress:
                 progress(done, len(wanted))
+        torch.cuda.empty_cache()  # what the steps before the captures left
 
 
 def usual_shapes(max_rows: int, width: int, draft_width: int) -> list[StepShape]:

@@ -5,6 +5,8 @@ A plain decoded token is a window without drafts. Which parts run is decided fro
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from stretto.device.slots import SlotTable
@@ -24,11 +26,26 @@ from stretto.sample.sampler import greedy, greedy_or_sampled, sample_all, sample
 from stretto.wire import Int, Real
 
 
+class StepPositions(Positions):
+    """The log position that each logit row samples: known, known + 1, ... of its row. Found when first asked for, which
+    a greedy step never does."""
+
+    def __init__(self, step: RaggedStep, table: SlotTable):
+        self.step, self.table, self.ints, self.reals = step, table, table.ints, table.reals
+
+    @cached_property
+    def slots(self) -> torch.Tensor:  # type: ignore[override]
+        return self.step.slots[self.step.out_rows]
+
+    @cached_property
+    def at(self) -> torch.Tensor:  # type: ignore[override]
+        rows = self.step.out_rows
+        return self.table.known[self.slots] + torch.arange(len(rows), device=rows.device) - self.step.cu_out[rows]
+
+
 def sampled_positions(step: RaggedStep, table: SlotTable) -> Positions:
-    """The log position that each logit row samples: known, known + 1, ... of its row."""
-    slots = step.slots[step.out_rows]
-    offset = torch.arange(len(step.out_rows), device=slots.device) - step.cu_out[step.out_rows]
-    return Positions(slots, table.known[slots] + offset, table.ints, table.reals)
+    """Where each logit row samples; before the step is committed."""
+    return StepPositions(step, table)
 
 
 def mask(logits: torch.Tensor, step: RaggedStep, masks: TokenMasks) -> torch.Tensor:
