@@ -13,7 +13,7 @@ from stretto import __version__
 from stretto.protocol import AsyncEngine
 from stretto.serve import errors, operations
 from stretto.serve.bodies import described, openapi_with
-from stretto.serve.calls import accept, answer, make_generation
+from stretto.serve.calls import accept, answer, make_generation, prepare_chat
 from stretto.serve.chat import chat_completion, chat_events
 from stretto.serve.completions import completion, completion_events
 from stretto.serve.control import control, traces
@@ -41,7 +41,7 @@ from stretto.serve.schemas import (
     TraceBody,
 )
 from stretto.serve.service import Generation, Service
-from stretto.serve.sessions import appends, chat_continuation, sessions
+from stretto.serve.sessions import sessions
 from stretto.serve.settings import ServeSettings
 
 
@@ -82,9 +82,7 @@ def inference(service: Service) -> APIRouter:
         body, ignored = await accept(service, request, ChatRequest)
 
         async def prepare() -> Generation:
-            ids = await service.in_pool(service.reader.chat, body)
-            more = await service.in_pool(chat_continuation, service, body) if appends(body) else None
-            return make_generation(service, request, body, [ids], ignored, arrival, more)
+            return await prepare_chat(service, request, body, ignored, arrival)
 
         return await answer(service, request, prepare, chat_completion, chat_events)
 

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from stretto.serve.bodies import read_body
 from stretto.serve.errors import CLIENT_CLOSED, ApiError, JSONResponse, bad_request, in_words_of
 from stretto.serve.request_fields import check_fields, ignored_header
-from stretto.serve.schemas import Body, GenerationBody
+from stretto.serve.schemas import Body, ChatRequest, GenerationBody
 from stretto.serve.service import Generation, Service
-from stretto.serve.sessions import attach_session
+from stretto.serve.sessions import appends, attach_session, chat_continuation
 from stretto.serve.streaming import ClientGone, EventStream, openai_failure, while_connected
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -55,6 +55,14 @@ def make_generation(service: Service, request: Request, body: GenerationBody, pr
     generation = Generation(id, body, service.make_requests(id, body, prompts, arrival, reply), ignored, reply)
     attach_session(request, generation, continuation, service.tokenizer.bos_token_id)
     return generation
+
+
+async def prepare_chat(service: Service, request: Request, body: ChatRequest, ignored: list[str], arrival: float
+                       ) -> Generation:
+    """A chat turn, whichever API it came by: tokenised, and of its session if it names one. Raises ApiError."""
+    ids = await service.in_pool(service.reader.chat, body)
+    more = await service.in_pool(chat_continuation, service, body) if appends(body) else None
+    return make_generation(service, request, body, [ids], ignored, arrival, more)
 
 
 async def _in_words_of(names: Mapping[str, str], events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from stretto.serve.bodies import described, read_body
-from stretto.serve.calls import answer, check_generation, make_generation
+from stretto.serve.calls import answer, check_generation, prepare_chat
 from stretto.serve.errors import ApiError, JSONResponse, from_exception, in_words_of
 from stretto.serve.message_input import CHAT_NAMES, to_chat
 from stretto.serve.request_fields import ignored_header
@@ -46,8 +46,7 @@ def messages(service: Service) -> APIRouter:
         chat, ignored = await accept(request, MessagesRequest)
 
         async def prepare() -> Generation:
-            ids = await service.in_pool(service.reader.chat, chat)
-            return make_generation(service, request, chat, [ids], ignored, arrival)
+            return await prepare_chat(service, request, chat, ignored, arrival)
 
         return await answer(service, request, prepare, _whole, _events, CHAT_NAMES, failure_event)
 

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from stretto.serve.bodies import described, read_body
-from stretto.serve.calls import answer, check_generation, make_generation
+from stretto.serve.calls import answer, check_generation, prepare_chat
 from stretto.serve.errors import ApiError, JSONResponse, bad_request, did_you_mean, from_exception
 from stretto.serve.response_events import ResponseBuilder, failure_event
 from stretto.serve.response_input import CHAT_NAMES, conversation, to_chat
@@ -41,8 +41,7 @@ def responses(service: Service) -> APIRouter:
 
         async def prepare() -> Generation:
             ignored = check_generation(service, call.chat)
-            ids = await service.in_pool(service.reader.chat, call.chat)
-            return make_generation(service, request, call.chat, [ids], ignored, arrival)
+            return await prepare_chat(service, request, call.chat, ignored, arrival)
 
         return await answer(service, request, prepare, call.whole, call.events, CHAT_NAMES, failure_event)
 

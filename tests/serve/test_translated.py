@@ -1,0 +1,76 @@
+"""What chat learns, the Responses and the Messages API can too: reasoning, tools, tool results, sessions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.serve.conftest import Api, make_api
+from tests.serve.fakes import CoreOptions
+from tests.serve.test_responses import typed
+from tests.serve.test_tools import CALL, PARAMETERS, ToolTokenizer
+
+SAID = f"<think>Two of them.\n</think>\n\nWell:\n{CALL}\n{CALL.replace('12', '7')}"
+RESPONSE_TOOLS = [{"type": "function", "name": "f", "parameters": PARAMETERS}]
+MESSAGE_TOOLS = [{"name": "f", "input_schema": PARAMETERS}]
+
+
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in items]
+
+
+@pytest.mark.parametrize("block", [1, 3, 200])
+async def test_reasoning_and_calls(block: int):
+    async with make_api(CoreOptions(block=block), ToolTokenizer()) as api:
+        asked: dict[str, Any] = {"input": f"say:{SAID}", "tools": RESPONSE_TOOLS, "max_output_tokens": 200}
+        whole = (await api.http.post("/v1/responses", json=asked)).json()
+        events = typed((await api.http.post("/v1/responses", json=asked | {"stream": True})).text)
+        asked = {"messages": [{"role": "user", "content": f"say:{SAID}"}], "tools": MESSAGE_TOOLS, "max_tokens": 200}
+        message = (await api.http.post("/v1/messages", json=asked)).json()
+        streamed = typed((await api.http.post("/v1/messages", json=asked | {"stream": True})).text)
+    assert without_ids(whole["output"]) == without_ids(events[-1]["response"]["output"])
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert whole["output"][0]["content"][0]["text"] == "Two of them." and whole["status"] == "completed"
+    assert [json.loads(item["arguments"]) for item in whole["output"][2:]] == [{"n": 12}, {"n": 7}]
+    assert without_ids(message["content"]) == [
+        {"type": "thinking", "thinking": "Two of them.", "signature": ""}, {"type": "text", "text": "Well:"},
+        {"type": "tool_use", "name": "f", "input": {"n": 12}}, {"type": "tool_use", "name": "f", "input": {"n": 7}}]
+    assert message["stop_reason"] == "tool_use" == streamed[-2]["delta"]["stop_reason"]
+    blocks = [event["content_block"]["type"] for event in streamed if event["type"] == "content_block_start"]
+    assert blocks == ["thinking", "text", "tool_use", "tool_use"]
+    pieces = ["".join(event["delta"].get("partial_json", "") for event in streamed
+                      if event["type"] == "content_block_delta" and event["index"] == i) for i in (2, 3)]
+    assert [json.loads(piece) for piece in pieces] == [{"n": 12}, {"n": 7}]
+
+
+async def test_results_of_tools_are_the_same_conversation_in_every_api():
+    """Counted by its tokens: the call and its result, as chat, as items, as blocks, and through the store."""
+    async with make_api(CoreOptions(block=4), ToolTokenizer()) as api:
+        first = (await api.http.post("/v1/responses", json={
+            "input": f"say:{CALL}", "tools": RESPONSE_TOOLS, "max_output_tokens": 200})).json()
+        (call,) = first["output"]
+        id, arguments = call["call_id"], call["arguments"]
+        result = {"type": "function_call_output", "call_id": id, "output": "say:done"}
+        stored = (await api.http.post("/v1/responses", json={
+            "input": [result], "previous_response_id": first["id"], "tools": RESPONSE_TOOLS})).json()
+        stateless = (await api.http.post("/v1/responses", json={"tools": RESPONSE_TOOLS, "input": [
+            {"role": "user", "content": f"say:{CALL}"}, call, result]})).json()
+        blocks = (await api.http.post("/v1/messages", json={"max_tokens": 20, "tools": MESSAGE_TOOLS, "messages": [
+            {"role": "user", "content": f"say:{CALL}"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": id, "name": "f",
+                                               "input": json.loads(arguments)}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": id, "content": [
+                {"type": "text", "text": "say:done"}]}]}]})).json()
+    assert stored["output"][0]["content"][0]["text"] == "done" == stateless["output"][0]["content"][0]["text"]
+    assert blocks["content"][0]["text"] == "done"
+    used = blocks["usage"]["input_tokens"] + blocks["usage"]["cache_read_input_tokens"]
+    assert stored["usage"]["input_tokens"] == stateless["usage"]["input_tokens"] == used
+
+
+async def test_a_session_id_is_checked_here_too(api: Api):
+    for path, body in (("/v1/responses", {"input": "x"}),
+                       ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3})):
+        answer = await api.http.post(path, json=body | {"session_id": "bad\nid"})
+        assert answer.status_code == 400 and "session_id" in answer.json()["error"]["message"], answer.text
