@@ -75,6 +75,7 @@ lint: $(STAMP)
 
 docs: $(STAMP)
 	TRITON_INTERPRET=0 $(BIN)/python -m stretto.cli.support > docs/support.md.new && mv docs/support.md.new docs/support.md
+	$(BIN)/python -m stretto.model.table docs/models.md
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

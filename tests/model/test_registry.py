@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from stretto.model import registry
 from stretto.model.config import ConfigError
 from stretto.model.load import load_model
 from stretto.model.source import WeightError
+from stretto.model.table import CHECKED, FAMILIES, with_table
 from tests.model.dense import greedy, run
+from tests.model.test_families import FAMILIES as CASES
 from tests.model.tiny import ids_of, oracle_greedy, oracle_logits, save
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -70,6 +73,18 @@ def test_two_claims_on_one_architecture_are_refused(monkeypatch, tmp_path):
     install(monkeypatch, LlamaForCausalLM="elsewhere:Llama")
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM is claimed by elsewhere:Llama of .* stretto itself"):
         load_model(tmp_path, dtype=torch.float32, device=CPU)
+
+
+def test_the_table_of_families_is_up_to_date():
+    assert with_table(PAGE.read_text()) == PAGE.read_text(), "run `make docs`"
+    assert sorted(name for family in FAMILIES for name in family.architectures) == sorted(registry.NATIVE)
+
+
+def test_every_family_of_the_table_is_checked_against_transformers():
+    checked = {f"{family}ForCausalLM" for family, _ in CASES.values()}
+    assert set(registry.NATIVE) - checked == {"MiMoForCausalLM"}, "transformers has no MiMo: it is Qwen2 to it"
+    if transformers.__version__ != CHECKED:
+        pytest.skip(f"the table names transformers {CHECKED}; this is {transformers.__version__}")
 
 
 def test_our_own_families_are_short():

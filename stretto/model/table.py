@@ -1,0 +1,63 @@
+"""The table of native families in docs/models.md.
+
+    python -m stretto.model.table docs/models.md     writes it between its two marks
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+START, END = "<!-- families: written by `make docs` -->", "<!-- end of families -->"
+CHECKED = "5.24.0"  # the version of transformers that tests/model/test_families.py was last passed with
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that one builder serves."""
+
+    title: str
+    architectures: tuple[str, ...]
+    features: str
+
+
+FAMILIES = (
+    Family("Llama 2, 3.x, SmolLM2 and relatives", ("LlamaForCausalLM",), "biases where the config asks for them"),
+    Family("Mistral", ("MistralForCausalLM",), "window in every layer"),
+    Family("Mixtral", ("MixtralForCausalLM",), "experts"),
+    Family("Qwen2, Qwen2.5", ("Qwen2ForCausalLM",), "windows from a layer on, or by layer"),
+    Family("Qwen3", ("Qwen3ForCausalLM",), "head norms; windows as Qwen2"),
+    Family("Qwen3-MoE", ("Qwen3MoeForCausalLM",), "experts, dense layers between them; head norms"),
+    Family("MiMo", ("MiMoForCausalLM",), "its predicting layer is the drafter `mtp`"),
+    Family("Gemma 2", ("Gemma2ForCausalLM",), "soft caps of scores and logits; windows in every other layer"),
+    Family("Gemma 3, text", ("Gemma3ForCausalLM",), "head norms; two rotations; windows in five of six layers"),
+    Family("OLMo 2", ("Olmo2ForCausalLM",), "norms after attention and MLP, and of whole q and k"),
+    Family("Phi-3, Phi-3.5, Phi-4", ("Phi3ForCausalLM",), "rotation of a part of each head; longrope; window"),
+    Family("GLM-4", ("GlmForCausalLM", "Glm4ForCausalLM"), "rotation of neighbours, in half of each head; four norms"),
+    Family("gpt-oss", ("GptOssForCausalLM",), "sinks; experts; windows in every other layer; MXFP4 checkpoints"),
+)
+
+
+def table() -> str:
+    """In Markdown, one row a family."""
+    rows = ["| models | architecture in config.json | what sets them apart | equal to transformers |",
+            "|---|---|---|---|"]
+    for family in FAMILIES:
+        names = ", ".join(f"`{name}`" for name in family.architectures)
+        rows.append(f"| {family.title} | {names} | {family.features} | {CHECKED} |")
+    return "\n".join(rows)
+
+
+def with_table(page: str) -> str:
+    """The page with the table of today between its marks. ValueError where they are missing."""
+    before, start, rest = page.partition(START)
+    _, end, after = rest.partition(END)
+    if not (start and end):
+        raise ValueError(f"the page lacks the marks {START} and {END}")
+    return f"{before}{START}\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(with_table(path.read_text()))
