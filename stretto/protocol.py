@@ -31,8 +31,8 @@ class SessionTurn(msgspec.Struct, kw_only=True, omit_defaults=True):
     drop_previous_output: bool = False  # the history ends with the prompt of its last turn
     continuation: list[int] | None = None
     join: bool = False  # the continuation's first id is left out where the history ends with it
-    # Behind a live turn: wait, if there is room; session_busy; or, where the prompt is whole and the session a mere hint,
-    # run as a request without a session whatever the session would refuse.
+    # Behind a live turn: wait, if there is room; session_busy; or, where the prompt is whole and the session a hint,
+    # run as a request without a session.
     on_busy: Literal["wait", "reject", "beside"] = "wait"
     on_disconnect: Literal["rollback", "keep"] = "rollback"  # an aborted turn: no trace, or what was received stays
     final: bool = False  # the session closes when this turn has ended

@@ -34,6 +34,9 @@ def build_app() -> App:
     app.command("stretto.cli.explain:explain", name="explain",
                 help="Show the configuration that `serve` would run, with the reason for every value.")
     app.command("stretto.cli.doctor:doctor", name="doctor", help="Check this machine, and a model if one is named.")
+    app.command("stretto.cli.verify:parity", name="parity", help="Do two configurations give the same text?")
+    app.command("stretto.cli.verify:soak", name="soak",
+                help="Random clients on a small pool, every answer checked by replay.")
     bench = App(name="bench", help="Measure speed, against other engines where asked.")
     bench.command("stretto.cli.bench:latency", name="latency", help="One request at a time: how fast is each token?")
     bench.command("stretto.cli.bench:throughput", name="throughput", help="Many requests at once: how many tokens?")

@@ -20,7 +20,7 @@ from stretto.engine.build import build_core, prepare
 from stretto.engine.inprocess import InProcessEngine
 from stretto.engine.llm import Message, Prompt, make_config
 from stretto.params import SamplingParams
-from stretto.protocol import EngineInfo, EngineStats, Output, Request
+from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, SessionTurn
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -44,20 +44,27 @@ class AsyncLLM:
         return self.engine.info
 
     def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, *,
-                 request_id: str | None = None) -> AsyncIterator[Output]:
-        """Outputs of every choice as they come. Closing the iterator aborts the request. Raises RequestError."""
+                 request_id: str | None = None, session: SessionTurn | None = None) -> AsyncIterator[Output]:
+        """Outputs of every choice as they come. Closing the iterator aborts the request. `session`: whose turn it is.
+        Raises RequestError."""
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return self.engine.generate(Request(rid=request_id or uuid.uuid4().hex, tokens=tokens,
-                                            sampling=sampling or SamplingParams(), arrival=time.monotonic()))
+                                            sampling=sampling or SamplingParams(), arrival=time.monotonic(),
+                                            session=session))
 
     def chat(self, messages: Sequence[Message], sampling: SamplingParams | None = None, *,
-             request_id: str | None = None, **template: Any) -> AsyncIterator[Output]:
+             request_id: str | None = None, session: SessionTurn | None = None,
+             **template: Any) -> AsyncIterator[Output]:
         """Answers a conversation. `template`: further arguments of the chat template."""
         tokens = self.tokenizer.apply_chat_template([dict(m) for m in messages], **template)
-        return self.generate(tokens, sampling, request_id=request_id)
+        return self.generate(tokens, sampling, request_id=request_id, session=session)
 
     async def abort(self, request_id: str) -> bool:
         return await self.engine.abort(request_id)
+
+    async def manage(self, action: Action) -> list[SessionInfo]:
+        """Opens, shows, branches, rewinds or closes sessions (see stretto.protocol). Raises RequestError."""
+        return await self.engine.manage(action)
 
     async def stats(self) -> EngineStats:
         return await self.engine.stats()

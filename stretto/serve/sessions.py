@@ -197,8 +197,9 @@ def sessions(service: Service) -> APIRouter:
 def _like_sglang(router: APIRouter, service: Service) -> None:
     """The routes of SGLang's clients. `streaming` changes nothing: every session appends."""
 
-    @router.api_route("/open_session", methods=["GET", "POST"], summary="Open a session; the answer is its id",
-                      openapi_extra=described(OpenSessionBody))
+    @router.get("/open_session", include_in_schema=False)
+    @router.post("/open_session", summary="Open a session; the answer is its id",
+                 openapi_extra=described(OpenSessionBody))
     async def open_session(request: Request) -> Response:
         body = await read_body(service, request, OpenSessionBody)
         check_fields(body, service.settings.strict_requests)
@@ -208,8 +209,8 @@ def _like_sglang(router: APIRouter, service: Service) -> None:
         await service.engine.manage(OpenSession(sid=sid, ttl=body.timeout, capacity=body.capacity_of_str_len or None))
         return JSONResponse(sid)
 
-    @router.api_route("/close_session", methods=["GET", "POST"], summary="Close a session",
-                      openapi_extra=described(CloseSessionBody))
+    @router.get("/close_session", include_in_schema=False)
+    @router.post("/close_session", summary="Close a session", openapi_extra=described(CloseSessionBody))
     async def close_session(request: Request) -> Response:
         body = await read_body(service, request, CloseSessionBody)
         check_fields(body, service.settings.strict_requests)

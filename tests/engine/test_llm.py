@@ -10,7 +10,7 @@ import pytest
 from stretto.engine.async_llm import AsyncLLM
 from stretto.engine.llm import LLM
 from stretto.params import Grammar, SamplingParams
-from stretto.protocol import RequestError
+from stretto.protocol import CloseSession, GetSession, RequestError, SessionTurn
 from tests.engine.small import VOCAB, save_tiny
 from tests.text.vocabularies import byte_level
 
@@ -132,3 +132,32 @@ async def test_async_llm_serves_callers_side_by_side(folder, llm: LLM) -> None:
         assert [o.finish_reason async for o in stream][-1:] == ["abort"]
         assert await ask("two") == want["two"]
         assert (await engine.stats()).gauges["running"] == 0
+
+
+# ------------------------------------------------------------------------------------------------------------ sessions
+def test_a_conversation_computes_only_what_is_new(llm: LLM) -> None:
+    with llm.open_session() as talk:
+        first = talk.generate("hello", GREEDY)
+        second = talk.generate(" and you", GREEDY)
+        history = llm.tokenizer.encode("hello") + first.token_ids + llm.tokenizer.encode(" and you")
+        assert second.token_ids == llm.generate(history, GREEDY)[0].token_ids
+        assert second.usage is not None and second.usage.prompt_tokens == len(history)
+        assert second.usage.cached_tokens == len(llm.tokenizer.encode("hello")) + 12 - 1
+        child = talk.branch(5)
+        assert child.info.tokens == 5 and talk.info.turns == 2
+        stream = talk.stream(" more", GREEDY, on_disconnect="keep")
+        got = next(stream).token_ids
+        stream.close()
+        assert talk.info.last_turn == "kept" and talk.info.tokens >= len(history) + 12 + len(got)
+        child.close()
+    with pytest.raises(RequestError, match="there is no session"):
+        talk.generate("x", GREEDY)
+    assert llm.core.host.stats()[1]["sessions"] == 0
+
+
+def test_one_turn_a_prompt(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="one for each prompt"):
+        llm.generate(["a", "b"], GREEDY, session=SessionTurn(sid="s"))
+    both = llm.generate(["a", "b"], GREEDY, session=[SessionTurn(sid="s"), None])
+    assert len(both) == 2 and [info.id for info in llm.manage(GetSession())] == ["s"]
+    llm.manage(CloseSession("s"))

@@ -1,0 +1,174 @@
+"""`stretto parity` and `stretto soak`: does the engine do what it promises, on this machine and with this model?"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from cyclopts import App, Group, Parameter
+from cyclopts.config import Dict
+from rich.console import Console
+
+from stretto.bench.parity import Parity, compare
+from stretto.bench.rounding import TOLERANCE
+from stretto.bench.soak import ACTIONS, Soak, SoakResult
+from stretto.cli.failures import CommandFailed
+from stretto.cli.options import (
+    KV,
+    MODEL,
+    PARALLEL,
+    SCHEDULE,
+    SPECULATION,
+    KVOptions,
+    ModelOptions,
+    ParallelOptions,
+    ScheduleOptions,
+    SpeculationOptions,
+    engine_config,
+)
+from stretto.cli.sources import gather, read_units
+from stretto.cli.starting import expected_failures, prepare_or_fail
+from stretto.config import Config
+from stretto.model.load import load_model
+from stretto.protocol import RequestError
+
+PROMPTS = ("Once upon a time", "The three laws of robotics are", "def fibonacci(n):\n    ",
+           "Question: why is the sky blue?\nAnswer:", "1, 2, 3, 4, 1, 2, 3, 4, 1, 2,",
+           "Dear Sir or Madam,\n\nI am writing to", "SELECT name, count(*) FROM", "In 1905 Albert Einstein " * 6)
+Json = Annotated[bool, Parameter(name="--json", negative=())]
+DIFFERENT = 4  # exit code, apart from those of failures.py
+
+
+# ------------------------------------------------------------------------------------------------------------- parity
+def parity(a: str, b: str, /, *, prompts: Path | None = None, output_tokens: int = 64, as_json: Json = False) -> int:
+    """Do two configurations give the same text? Exit code 4 where rounding does not explain a difference.
+
+    Parameters
+    ----------
+    a
+        A YAML file with settings, or the settings as for `serve`, in quotes: "MODEL --speculation ngram".
+    b
+        The other configuration.
+    prompts
+        File with one prompt a line. Default: a few texts of different kinds.
+    output_tokens
+        Tokens of each answer, at most.
+    as_json
+        Print the findings as JSON.
+    """
+    texts = list(PROMPTS) if prompts is None else [line for line in _read(prompts).splitlines() if line.strip()]
+    if not texts or output_tokens < 1:
+        raise CommandFailed("parity needs a prompt and at least 1 output token")
+    with expected_failures():
+        try:
+            found = compare(read_config(a), read_config(b), texts, output_tokens)
+        except (ValueError, RequestError) as e:
+            raise CommandFailed(str(e)) from e
+    if as_json:
+        print(json.dumps(asdict(found) | {"explained": found.explained}, indent=2))
+    else:
+        _print_parity(found, texts, Console(file=sys.stdout))
+    return 0 if found.explained else DIFFERENT
+
+
+def read_config(text: str) -> Config:
+    """A file with settings, or settings as on the command line. Raises UsageError and CommandFailed."""
+    path = Path(text)
+    is_file = path.suffix in (".yaml", ".yml")
+    settings = gather(["explain"] if is_file else ["explain", *shlex.split(text)], {}, path if is_file else None)
+    app = App(result_action="return_value", exit_on_error=False, print_error=False, help_flags=[], version_flags=[])
+
+    @app.default
+    def configure(model: ModelOptions = MODEL, *, kv: KVOptions = KV, schedule: ScheduleOptions = SCHEDULE,
+                  speculation: SpeculationOptions = SPECULATION, parallel: ParallelOptions = PARALLEL) -> Config:
+        return engine_config(model, kv, schedule, speculation, parallel)
+
+    app.config = [Dict(settings.file, source=settings.file_name, use_commands_as_keys=False), read_units]
+    try:
+        return app(settings.tokens[1:])
+    except Exception as e:  # cyclopts' errors have no base that is exported for it
+        raise CommandFailed(f"{text!r} is no configuration: {e}") from e
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as e:
+        raise CommandFailed(f"cannot read the prompts: {e}") from e
+
+
+def _print_parity(found: Parity, prompts: list[str], console: Console) -> None:
+    equal = found.prompts - len(found.differences)
+    console.print(f"{equal} of {found.prompts} answers are equal ({' and '.join(found.dtypes)}; up to {found.tokens}"
+                  f" tokens; {found.drafted[0]} and {found.drafted[1]} drafts verified)", highlight=False)
+    for d in found.differences:
+        why = "rounding explains it" if d.rounding else "NOT explained by rounding"
+        console.print(f"prompt {d.prompt} {prompts[d.prompt][:40]!r}: token {d.at} is {d.texts[0]!r} and"
+                      f" {d.texts[1]!r}, top-2 gaps {d.gaps[0]:.4f} and {d.gaps[1]:.4f}: {why}",
+                      highlight=False, markup=False, soft_wrap=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- soak
+@dataclass(frozen=True)
+class SoakOptions:
+    """How long, and beside which drafters."""
+
+    minutes: float = 1.0
+    """How long."""
+    rounds: int | None = None
+    """How many rounds, instead of a time."""
+    actions: int = ACTIONS
+    """What clients do in a round: requests, aborts, branches and so on."""
+    drafter: tuple[str, ...] = ("off", "ngram")
+    """Drafters that rounds choose from; may be given several times."""
+
+
+Options = Annotated[SoakOptions, Parameter(name="*", group=Group("Soak", sort_key=0), negative_iterable=())]
+SOAK = SoakOptions()
+
+
+def soak(model: ModelOptions = MODEL, *, soak: Options = SOAK, as_json: Json = False) -> int:
+    """Random prompts, sessions and aborts on a small pool; every answer is checked by replay. The first round has
+    --seed, the next ones count up; a failure names the seed of its round.
+
+    Parameters
+    ----------
+    as_json
+        Print the findings as JSON.
+    """
+    prepared = prepare_or_fail(engine_config(replace(model), KV, SCHEDULE, SPECULATION, PARALLEL))
+    resolved = prepared.resolved
+    with expected_failures():
+        loaded = load_model(prepared.path, dtype=getattr(torch, resolved.dtype), device=torch.device(resolved.device))
+    run = Soak(loaded, prepared.target, soak.drafter, resolved.dtype, min(256, resolved.max_model_len))
+    first = seed = model.seed or 0
+    ends = time.monotonic() + 60 * soak.minutes
+    while (time.monotonic() < ends) if soak.rounds is None else (seed < first + soak.rounds):
+        if not run.round(seed, soak.actions):
+            break
+        seed += 1
+    if as_json:
+        print(json.dumps(vars(run.result), indent=2))
+    else:
+        _print_soak(run.result, resolved.dtype, Console(file=sys.stdout))
+    return DIFFERENT if run.result.wrong else 0
+
+
+def _print_soak(found: SoakResult, dtype: str, console: Console) -> None:
+    seen = found.seen
+    shown = ("answers", "steps", "mixed_steps", "session_turns", "in_place_turns", "branches", "aborts", "retractions",
+             "reclaimed", "recomputed_tokens", "drafted", "accepted", "rounding")
+    console.print(f"{found.rounds} rounds: " + ", ".join(f"{name.replace('_', ' ')} {seen[name]}" for name in shown),
+                  highlight=False)
+    if seen["rounding"]:
+        console.print(f"{seen['rounding']} answers differ where two tokens lie within {TOLERANCE[dtype]} of each other"
+                      f" ({dtype}); with --dtype float32 there should be none", highlight=False)
+    if found.wrong:
+        console.print(f"WRONG in the round of --seed {found.seed} ({found.setting}):\n{found.wrong}", highlight=False,
+                      markup=False, soft_wrap=True, style="red")
