@@ -30,6 +30,7 @@ from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
 from stretto.device.streams import make_device
 from stretto.engine.core import EngineCore
+from stretto.host.grammar import Grammars
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
 from stretto.model.api import CausalModel
@@ -99,7 +100,8 @@ def target_of(model: CausalModel, path: Path, name: str = "target") -> Target:
 
 
 def make_engine(model: CausalModel, drafter: str | Drafter | None, target: Target,
-                setup: Setup | None = None) -> EngineCore:
+                setup: Setup | None = None, grammars: Grammars | None = None,
+                eos: frozenset[int] = frozenset()) -> EngineCore:
     """`drafter`: as after --speculation, or an object that needs no memory of its own, or None."""
     s, named = setup or Setup(), drafter if isinstance(drafter, str) else None
     sizes = drafter_sizes(named, target, s.width) if named else None
@@ -121,11 +123,11 @@ def make_engine(model: CausalModel, drafter: str | Drafter | None, target: Targe
         page_size=s.page_size, pages=pages, windows=tuple(g.window for g in groups), max_slots=s.slots,
         max_model_len=context, width=width, depth=int(s.overlap), chunk=s.chunk, budget=s.budget,
         cap_policy=s.cap_policy, mixed=s.mixed, prefix_cache=s.prefix_cache, poison=s.poison,
-        lookahead=caps.lookahead if caps and width else 0, seeds=random.Random(0),
+        lookahead=caps.lookahead if caps and width else 0, seeds=random.Random(0), eos_token_ids=eos,
         drafter=make_host_drafter(named) if named and on_host else None)
     info = EngineInfo(model_name=target.name, vocab_size=model.vocab_size, max_model_len=context,
                       max_num_seqs=s.slots - 1, kv_tokens=limits.kv_tokens, eos_token_ids=[], speculation_tokens=width)
-    return EngineCore(HostHalf(limits), make_device(runner, s.overlap), info, int(s.overlap))
+    return EngineCore(HostHalf(limits, grammars=grammars), make_device(runner, s.overlap), info, int(s.overlap))
 
 
 def run(engine: EngineCore, asks: Sequence[Ask], later: Sequence[Ask] = (), most: int = 50_000) -> dict[str, Answer]:
@@ -376,7 +378,7 @@ def check_prefix_hits(lab: Lab) -> None:
     """A prompt that shares n tokens with an earlier one, for every n modulo the page and the width."""
     page = 4
     long = [t % lab.target.vocab_size for t in range(30, 30 + 4 * page + lab.width + 1)]
-    for n in range(2 * page, 3 * page + lab.width + 1):
+    for n in range(2 * page, 2 * page + max(page, lab.width) + 1):
         tokens = [*long[:n], 3, 8]
         first = [Ask("a", long[:n], greedy(6))]
         again = [Ask("b", tokens, greedy(12))]

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
-from stretto.device.runner import Runner
+from stretto.device.runner import Finish, Forward, Runner
 from stretto.sample.features import StepShape
+from stretto.sample.processors import TokenMasks
 
 _FINE = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
 _STEPS = _FINE + list(range(160, 513, 32)) + list(range(576, 1025, 64)) + list(range(1152, 2049, 128))
@@ -53,12 +55,39 @@ class Captured:
     body: torch.Tensor  # written by it
 
 
+@dataclass(frozen=True)
+class CapturedHalves:
+    """A pair of graphs, cut at the logits; the mask is copied to where the second one reads it."""
+
+    first: torch.cuda.CUDAGraph
+    second: torch.cuda.CUDAGraph
+    rows: torch.Tensor  # [R, 3] int32
+    masks: TokenMasks  # index [R, W], bits [L, words]
+    forward: Forward  # from the first to the second
+    body: torch.Tensor
+
+    def start(self, rows: torch.Tensor) -> None:
+        self.rows[: len(rows)] = rows
+        self.rows[len(rows) :] = 0
+        self.first.replay()
+
+    def finish(self, masks: TokenMasks | None) -> torch.Tensor:
+        self.masks.index.fill_(-1)
+        if masks is not None:
+            n, width = masks.index.shape
+            self.masks.index[:n, :width] = masks.index
+            self.masks.bits[: len(masks.bits)] = masks.bits
+        self.second.replay()
+        return self.body.clone()
+
+
 class GraphExecutor:
     """`runner.Executor` on CUDA. Captures a bucket the second time it is asked for; graphs share one memory pool."""
 
     def __init__(self, runner: Runner, largest_tokens: int):
         self.runner, self.largest_tokens = runner, largest_tokens
         self.graphs: dict[StepShape, Captured] = {}
+        self.halves: dict[StepShape, CapturedHalves] = {}
         self.seen: set[StepShape] = set()
         self.pool = torch.cuda.graph_pool_handle()
         self.capture_everything = False  # also what is rare
@@ -79,6 +108,20 @@ class GraphExecutor:
         captured.rows[len(rows) :] = 0
         captured.graph.replay()
         return captured.body.clone(), bucket  # the next replay writes the same memory
+
+    def halve(self, rows: torch.Tensor, shape: StepShape) -> tuple[StepShape, Finish]:
+        """`runner.Halver`."""
+        bucket = bucketed(shape)
+        captured = self.halves.get(bucket)
+        if captured is None and bucket in self.seen and self._worth_it(bucket):
+            captured = self.capture_halves(bucket)
+        self.seen.add(bucket)
+        if captured is None:
+            self.eager_steps += 1
+            return self.runner.halve_now(self._padded(rows, bucket.rows), bucket)
+        self.replays += 1
+        captured.start(rows)
+        return bucket, captured.finish
 
     def _worth_it(self, bucket: StepShape) -> bool:
         assert bucket.tokens is not None
@@ -106,6 +149,31 @@ class GraphExecutor:
         self.graphs[bucket] = captured = Captured(graph, rows, body)
         self.capture_seconds += time.perf_counter() - started
         return captured
+
+    def capture_halves(self, bucket: StepShape) -> CapturedHalves:
+        started, runner, device = time.perf_counter(), self.runner, self.runner.model.device
+        rows = torch.zeros(bucket.rows, 3, dtype=torch.int32, device=device)
+        words = -(-runner.model.vocab_size // 32)
+        masks = TokenMasks(torch.full((bucket.rows, bucket.width), -1, dtype=torch.int32, device=device),
+                           torch.full((bucket.logits or 1, words), -1, dtype=torch.int32, device=device))
+        runner.second(runner.first(rows, bucket), rows, bucket, masks)
+        torch.cuda.synchronize()
+        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with self._capturing(first):
+            forward = runner.first(rows, bucket)
+        with self._capturing(second):
+            body = runner.second(forward, rows, bucket, masks)
+        self.halves[bucket] = captured = CapturedHalves(first, second, rows, masks, forward, body)
+        self.capture_seconds += time.perf_counter() - started
+        return captured
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         """Captures the given shapes before the first request, with progress."""

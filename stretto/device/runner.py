@@ -10,6 +10,7 @@ A plan with a late mask is run in two parts, `begin` and `end`: the mask is made
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,14 +56,25 @@ class Forward:
     logits: torch.Tensor  # [L, V]
 
 
+Finish = Callable[[TokenMasks | None], torch.Tensor]
+"""The second part of a step, with its masks; returns the body."""
+
+
 @dataclass(frozen=True)
 class HalfStep:
     """A step whose forward pass is launched and which waits for its mask."""
 
     seq: int
-    rows: torch.Tensor  # [R, 3]
     shape: StepShape
-    forward: Forward
+    finish: Finish
+
+
+class Halver(Protocol):
+    """Launches the first part of a step, in whatever way."""
+
+    def __call__(self, rows: torch.Tensor, shape: StepShape) -> tuple[StepShape, Finish]:
+        """As `Executor`; the second part runs when `Finish` is called, before any other step."""
+        ...
 
 
 class Runner:
@@ -77,6 +89,7 @@ class Runner:
         self.features = FeatureMirror()
         self.exact = model.device.type == "cpu"
         self.execute: Executor = self.run_now
+        self.halve: Halver = self.halve_now
 
     def adopt(self, drafter: Drafter | None) -> None:
         """From now on this drafter proposes. Before the first step: one with memory of its own must see every row."""
@@ -105,7 +118,7 @@ class Runner:
         asked = step_shape(on_host.rows[:, 2].tolist(), rows, plan.draft_width if self.drafter else 0, self.exact,
                            plan.late_mask)
         if plan.late_mask:
-            return HalfStep(plan.seq, plan.rows, asked, self.first(plan.rows, asked))
+            return HalfStep(plan.seq, *self.halve(plan.rows, asked))
         body, shape = self.execute(plan.rows, asked)
         return StepOutput(_layout(shape, len(body)).header(plan.seq), body)
 
@@ -114,7 +127,7 @@ class Runner:
         """The rest of a step, with its packed mask (on the host, pinned where that matters)."""
         on_device = torch.from_numpy(packed).to(self.model.device, non_blocking=True)
         index, bits = split_mask(packed[:MASK_HEADER], on_device)
-        body = self.second(half.forward, half.rows, half.shape, TokenMasks(index, bits) if len(bits) else None)
+        body = half.finish(TokenMasks(index, bits) if len(bits) else None)
         return StepOutput(_layout(half.shape, len(body)).header(half.seq), body)
 
     def _before(self, on_host: PackedPlan[np.ndarray]) -> None:
@@ -124,6 +137,10 @@ class Runner:
         if len(on_host.allowed) or len(on_host.bad_words):
             runs, longest = (on_host.bad_words[:, 1:3].max(0) + 1).tolist() if len(on_host.bad_words) else (0, 0)
             self.table.widen_restrictions(self.model.vocab_size if len(on_host.allowed) else 0, runs, longest)
+
+    def halve_now(self, rows: torch.Tensor, shape: StepShape) -> tuple[StepShape, Finish]:
+        forward = self.first(rows, shape)
+        return shape, lambda masks: self.second(forward, rows, shape, masks)
 
     def run_now(self, rows: torch.Tensor, shape: StepShape) -> tuple[torch.Tensor, StepShape]:
         return self.run(rows, shape), shape

@@ -140,7 +140,7 @@ class CudaDevice:
         self.steps.wait_stream(torch.cuda.current_stream(device))  # weights and tables were written there
         self.graphs = GraphExecutor(runner, LARGEST_GRAPH)
         if graphs:
-            runner.execute = self.graphs
+            runner.execute, runner.halve = self.graphs, self.graphs.halve
         self.in_flight: deque[tuple[StepOutput, torch.Tensor, tuple[torch.Tensor, ...], torch.cuda.Event]] = deque()
         self.half: tuple[HalfStep, torch.Tensor] | None = None
 
