@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.nn.functional as F
 
-from stretto.ops.launch import overlaps
+from stretto.ops.launch import overlaps, shared_memory
 from stretto.ops.layer import gate, rms_norm
 from stretto.ops.skinny import few_rows_blocks, fits, one_row_blocks
 
@@ -62,7 +62,7 @@ class CudaMatrix(PlainMatrix):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
         super().__init__(weight, bias)
-        self._pdl = overlaps(weight.device)
+        self._pdl, self._shared = overlaps(weight.device), shared_memory(weight.device)
         self._arrivals = torch.zeros(-(-weight.shape[0] // 16), dtype=torch.int32, device=weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,13 +101,14 @@ class CudaMatrix(PlainMatrix):
     def _empty(x: torch.Tensor, outputs: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(x.shape[0], outputs, dtype=dtype or x.dtype, device=x.device)
 
-    @staticmethod
-    def _blocks(x: torch.Tensor, outputs: int, gated: bool) -> Blocks | None:
+    def _blocks(self, x: torch.Tensor, outputs: int, gated: bool) -> Blocks | None:
         """Of our kernel for so many rows; None where there is none, or torch's product is as fast."""
         rows, inputs = x.shape
         if rows == 0 or x.stride(1) != 1:
             return None
-        return one_row_blocks(outputs, inputs, gated) if rows == 1 else few_rows_blocks(rows, outputs, inputs, gated)
+        if rows == 1:
+            return one_row_blocks(outputs, inputs, gated)
+        return few_rows_blocks(rows, outputs, inputs, gated, self._shared)
 
     def _launch(self, x: torch.Tensor, blocks: Blocks, out: torch.Tensor, norm: torch.Tensor | None = None,
                 eps: float = 0.0, gated: bool = False, add: bool = False) -> torch.Tensor:

@@ -14,6 +14,14 @@ def overlaps(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have, by compute capability ("Maximum amount of shared memory per
+    thread block" of the CUDA C++ Programming Guide); 99 KiB, the least, for those that are not listed."""
+    kib = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+    return kib.get(torch.cuda.get_device_capability(device), 99) * 1024
+
+
 def dependent(device: torch.device) -> dict[str, bool]:
     """Launch options of a kernel that waits by itself."""
     return {"launch_pdl": True} if overlaps(device) else {}

@@ -36,8 +36,9 @@ def one_row_blocks(outputs: int, inputs: int, gated: bool) -> Blocks | None:
     return next((b for b in wanted if outputs % b.outputs == 0 and inputs % b.columns == 0), None)
 
 
-def few_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool) -> Blocks | None:
-    """None where torch's product is as fast, or the sizes do not fit the kernel's blocks."""
+def few_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool, shared: int) -> Blocks | None:
+    """None where torch's product is as fast, the sizes do not fit the kernel's blocks, or the blocks do not fit the
+    `shared` bytes of memory that a program may have."""
     from stretto.ops.triton_skinny import Blocks
 
     if rows > MOST_ROWS:
@@ -53,8 +54,10 @@ def few_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool) -> Blocks
         wanted = Blocks(32, 256, 4, 2) if rows <= 32 else Blocks(64, 128, 4, 4)
     else:
         wanted = Blocks(16, 256, 4, 2, 4 if rows <= 16 else 2)
+    tokens = max(16, 1 << (rows - 1).bit_length())
+    needed = (wanted.outputs * (1 + gated) + tokens) * wanted.columns * 2 * wanted.stages
     fitting = outputs % wanted.outputs == 0 and inputs % (wanted.columns * wanted.split) == 0
-    return wanted if fitting and inputs >= wanted.ahead else None
+    return wanted if fitting and inputs >= wanted.ahead and needed <= shared else None
 
 
 def fits(weight: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from stretto.ops.launch import overlaps
+from stretto.ops.skinny import few_rows_blocks, one_row_blocks
 from stretto.ops.triton_skinny import Blocks, launch_few_rows, launch_one_row
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -63,3 +64,26 @@ def test_results_in_float32():
     out = torch.empty(3, 16, device=DEVICE)
     launch_few_rows(x, w, out, Blocks(16, 64, 2, 2, ahead=64), PDL, torch.zeros(1, dtype=torch.int32, device=DEVICE))
     close(out, expected(x, w, None, False, None))
+
+
+SHARED = 227 * 1024  # of an H200
+LAYERS = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (128256, 4096, False),
+          (4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 3072, False), (1152, 896, False),
+          (4864, 896, True), (100, 60, False)]
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "gated"), LAYERS)
+@pytest.mark.parametrize("rows", [1, 2, 16, 33, 64])
+def test_chosen_blocks_fit_the_sizes(outputs, inputs, gated, rows):
+    blocks = one_row_blocks(outputs, inputs, gated) if rows == 1 else few_rows_blocks(rows, outputs, inputs, gated,
+                                                                                     SHARED)
+    if blocks is None:  # torch's product
+        assert inputs % 256 or outputs % 64 or (rows == 1 and inputs < 2048)
+        return
+    assert outputs % blocks.outputs == 0 and inputs % (blocks.columns * blocks.split) == 0
+    assert blocks.ahead <= inputs and (not gated or blocks.split == 1)
+
+
+def test_rows_above_the_bound_and_small_devices_get_torchs_product():
+    assert few_rows_blocks(65, 4096, 4096, False, SHARED) is None
+    assert few_rows_blocks(64, 4096, 4096, False, 99 * 1024) is None

@@ -1,0 +1,94 @@
+"""Compiles the fused kernels for a device that need not be there; run as a script, since the interpreter's switch must
+be off. Prints one JSON line for each kernel: shared memory in bytes.
+
+    python -m tests.ops.compile_kernels 90
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_source
+
+from stretto.ops import skinny, triton_layer, triton_skinny, triton_step
+
+DATA = ("x", "w", "norm", "bias", "out", "weight", "gate_up", "q_weight", "k_weight", "k_cache", "v_cache")
+FLOATS = ("table", "reals", "logits", "values", "partial")
+LONGS = ("positions", "cells", "slots", "ids", "sampled", "token_rows", "out_tokens", "out_rows", "offered")
+INTS = ("rows", "ints", "base", "q_len", "kv_len", "n_out", "cu_q", "cu_out", "log", "arrivals", "step_n_out", "stops",
+        "n_new", "accepted", "known", "length", "ndraft", "offer_width", "wants")
+
+
+SHAPES = ((6144, 4096, False), (14336, 4096, True), (128256, 4096, False), (1024, 3072, False))
+SHARED = {80: 99 * 1024, 90: 227 * 1024}
+
+
+def build(kernel, constants: dict, warps: int, arch: int, types: dict[str, str]) -> int:
+    """Pointers by the names of the kernel's parameters; all other parameters are int32, `eps` is float32."""
+    pointers = ({n: "*bf16" for n in DATA} | {n: "*fp32" for n in FLOATS} | {n: "*i64" for n in LONGS}
+                | {n: "*i32" for n in INTS} | {"live": "*i1", "done": "*i1"} | types)
+    names = kernel.arg_names
+    of = {n: "constexpr" if n in constants else pointers.get(n, "fp32" if n == "eps" else "i32") for n in names}
+    aligned = [n for n in names if of[n].startswith("*") or n in ("n", "inputs", "x_stride", "size")]
+    source = ASTSource(kernel, of, {(names.index(n),): v for n, v in constants.items()},
+                       {(names.index(n),): [["tt.divisibility", 16]] for n in aligned})
+    return compile_source(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps}).metadata.shared
+
+
+def layer_kernels(arch: int, pdl: bool):
+    yield "rms_norm", build(triton_layer.rms_norm_kernel, dict(BLOCK=4096, PDL=pdl), 8, arch, {})
+    for act in ("silu", "gelu_tanh", "gelu", "relu"):
+        yield f"gate {act}", build(triton_layer.gate_kernel, dict(ACT=act, BLOCK=1024, PDL=pdl), 4, arch, {})
+    sizes = dict(N_Q=32, N_K=8, N_V=8, PAGE=16, D=128, HALF=64, HEADS=8, NORM=True, WRITE=True, PDL=pdl)
+    yield "rotate", build(triton_layer.rotate_kernel, sizes, 2, arch, {})
+
+
+def skinny_kernels(arch: int, pdl: bool):
+    options = dict(BIAS=True, ADD=False, PDL=pdl)
+    for outputs, inputs, gated in SHAPES:
+        blocks = skinny.one_row_blocks(outputs, inputs, gated)
+        yield f"one row of {inputs} to {outputs}", build(
+            triton_skinny.one_row_kernel, options | dict(BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages,
+                                                         AHEAD=blocks.ahead, NORM=True, GATED=gated),
+            blocks.warps, arch, {})
+        for rows in (16, 64):
+            blocks = skinny.few_rows_blocks(rows, outputs, inputs, gated, SHARED[arch])
+            if blocks is None:
+                continue
+            yield f"{rows} rows of {inputs} to {outputs}", build(
+                triton_skinny.few_rows_kernel,
+                options | dict(BM=rows, BN=blocks.outputs, BK=blocks.columns, SPLIT=blocks.split, GATED=gated,
+                               STAGES=blocks.stages, AHEAD=blocks.ahead, PRECISION="tf32", UPCAST=False),
+                blocks.warps, arch, {})
+
+
+def step_kernels(arch: int, pdl: bool):
+    yield "lengths", build(triton_step.lengths_kernel, dict(ROWS=256, PDL=pdl), 4, arch, {})
+    sizes = dict(PAGE=16, STEPS=9, CELLS_ONLY=False, ITEMS=128, PDL=pdl)
+    yield "spread", build(triton_step.spread_kernel, sizes, 4, arch, {"table": "*i32"})
+    for draw in (False, True):
+        sizes = dict(VOCAB=4096, DRAW=draw, STREAM=0, PDL=pdl)
+        yield f"best, draw {draw}", build(triton_step.best_kernel, sizes, 8, arch, {"ids": "*i32"})
+    yield "best of parts", build(triton_step.best_of_parts_kernel, dict(PARTS=32, PDL=pdl), 1, arch,
+                                 {"ids": "*i32", "out": "*i64"})
+    yield "judge", build(triton_step.judge_kernel, dict(WIDTH=8, STOPS=64, PDL=pdl), 1, arch, {})
+    yield "commit", build(triton_step.commit_kernel, dict(WIDTH=8, PDL=pdl), 1, arch, {})
+    yield "pack", build(triton_step.pack_kernel, dict(WIDTH=8, OFFERS=8, PDL=pdl), 1, arch, {"out": "*i32"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arch", type=int)
+    arch = parser.parse_args().arch
+    torch.set_num_threads(1)
+    for kernels in (layer_kernels, skinny_kernels, step_kernels):
+        for name, shared in kernels(arch, arch >= 90):
+            print(json.dumps({name: shared}))
+
+
+if __name__ == "__main__":
+    main()
