@@ -15,6 +15,7 @@ from stretto.model.api import CausalModel
 from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config, served_positions
 from stretto.model.dequantize import dequantized
 from stretto.model.gguf import GGUFSource, gguf_config
+from stretto.model.progress import LoadLog
 from stretto.model.registry import NATIVE, find_builder
 from stretto.model.source import SafetensorsSource, WeightSource
 from stretto.model.weights import Progress, Weights
@@ -26,10 +27,10 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, pr
 
     `context` is the number of positions that will be served; None: all that the model was trained for. It sizes the
     rotary table, and a longrope model uses its short frequencies only where it is at most the original context.
-    `progress` is called with (elements copied, elements in all).
+    `progress` is called with (elements copied, elements in all); the log says it, too.
 
     Raises ConfigError for a configuration that cannot be served and WeightError for weights that do not fit it."""
-    path = Path(path)
+    path, progress = Path(path), LoadLog(dtype.itemsize, progress)
     if path.suffix == ".gguf":
         source: WeightSource = GGUFSource(path)
         return build_model(ModelConfig.from_hf(gguf_config(path)), source, dtype, device, progress, context)

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from stretto.facts import model_facts
 from stretto.model.config import ConfigError, ModelConfig, read_config
 from stretto.model.load import build_model, load_model
+from stretto.model.progress import LoadLog
 from stretto.model.source import SafetensorsSource, WeightError
 from tests.model.dense import run
 from tests.model.tiny import ids_of, oracle_logits, save
@@ -220,6 +222,33 @@ def test_progress_counts_every_element(folder):
     elements = sum(t.numel() for t in load_file(folder / "model.safetensors").values())
     assert seen[-1] == (elements, elements)
     assert [d for d, _ in seen] == sorted({d for d, _ in seen})
+
+
+def test_the_log_says_how_far_loading_is_and_how_fast(caplog):
+    now, seen = iter((0.0, 1.0, 3.0, 4.0, 5.0)), []
+    log = LoadLog(2, lambda done, total: seen.append(done), lambda: next(now))
+    with caplog.at_level(logging.INFO):
+        for done in (1, 3, 4, 10):
+            log(done * 10**9, 10**10)
+    assert caplog.messages == ["weights: 30 % of 20.00 GB, 2.00 GB/s", "weights: 20.00 GB in 5.0 s, 4.00 GB/s"]
+    assert seen == [10**9, 3 * 10**9, 4 * 10**9, 10**10]
+
+
+def test_loading_is_logged(folder, caplog):
+    with caplog.at_level(logging.INFO):
+        load(folder)
+    assert [m for m in caplog.messages if m.startswith("weights: 0.00 GB in ")]
+
+
+def test_what_does_not_fit_is_found_without_loading(folder, monkeypatch):
+    def read(*_):
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(SafetensorsSource, "tensor", read)
+    assert model_facts(folder).architecture == "LlamaForCausalLM"
+    edit(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(WeightError, match=r"1 missing: model\.norm\.weight"):
+        model_facts(folder)
 
 
 # ----------------------------------------------------------------------------------------------- generation_config
