@@ -107,10 +107,11 @@ export class Chart {
     const last = this.points.at(-1) || [];
     const step = (width - 40) / Math.max(4, last.length);
     last.forEach((value, i) => {
-      const tall = Math.min(1, (value || 0) / high) * (height - 30);
+      const tall = Math.min(1, (value || 0) / high) * (height - 18);
       pen.fillStyle = colour(1);
-      pen.fillRect(40 + i * step, height - 16 - tall, step * 0.7, tall);
-      pen.fillText(String(i + 1), 40 + i * step + step * 0.3, height - 4);
+      pen.fillRect(40 + i * step, height - 4 - tall, step * 0.7, tall);
+      pen.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--text");
+      pen.fillText(String(i + 1), 40 + i * step + step * 0.3, height - 8);
     });
   }
 }

@@ -92,7 +92,7 @@ const milliseconds = (value) => (value === null ? null : value * 1000);
 const charts = [
   [new Chart($("charts"), "Tokens a second", ["generated", "prompt"]), (now, old) => [
     rate(now, old, "stretto_generated_tokens_total"), rate(now, old, "stretto_prompt_tokens_total")]],
-  [new Chart($("charts"), "Tokens a step", KINDS, { kind: "area" }), (now, old) => {
+  [new Chart($("charts"), "A step", KINDS, { kind: "area" }), (now, old) => {
     const steps = delta(now, old, "stretto_steps_total");
     return KINDS.map((kind) => (steps ? delta(now, old, "stretto_step_tokens_total", "kind", kind) / steps : 0));
   }],
