@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import shutil
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,9 @@ import pytest
 
 from stretto.engine.build import text_streams
 from stretto.engine.core import EngineCore
+from stretto.protocol import SessionInfo
+from stretto.serve.schemas import SessionOptions
+from stretto.serve.sessions import HEADERS
 from stretto.spec.ngram import NgramDrafter
 from tests.engine.small import Oracle, make_core
 from tests.serve.conftest import Api, events, make_api, make_served
@@ -358,3 +364,28 @@ async def test_sglangs_streaming_sessions(talk: Talker, oracle: Oracle):
         assert answer["output_ids"] == oracle.answer(history + new, 6)
         assert answer["meta_info"]["cached_tokens"] >= len(history) - 1
         history += new + answer["output_ids"]
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "sessions.md"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+async def test_the_examples_of_the_page_work(oracle: Oracle):
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.S)
+    assert len(blocks) == 4
+    async with talking(oracle, served=True) as talk:
+        for block in blocks:
+            script = "set -e\n" + block.replace("localhost:8000", talk.api.url).replace("curl -s", "curl -sS -f")
+            made = await asyncio.create_subprocess_exec("bash", "-c", script, stdout=subprocess.PIPE,
+                                                        stderr=subprocess.PIPE)
+            out, err = await made.communicate()
+            assert made.returncode == 0, (block, out, err)
+        found = (await talk.api.http.get("/v1/sessions")).json()["data"]
+        assert {one["id"]: one["turns"] for one in found} == {"agent-7": 1, "agent-8": 2, "other-plan": 0}
+
+
+def test_the_page_names_every_option():
+    text = PAGE.read_text()
+    for name in (*SessionOptions.model_fields, *SessionInfo.__struct_fields__[1:6], *HEADERS):
+        assert name in text.lower(), name
