@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from stretto.ops.commit import Commit
 from stretto.ops.launch import dependent, overlaps
+from stretto.ops.outcome import Commit
 from stretto.ops.triton_layer import begin
 from stretto.ragged import RaggedStep
 from stretto.wire import Goal, Int, Real
