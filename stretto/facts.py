@@ -20,9 +20,8 @@ from stretto.attn.api import LayerSpec
 from stretto.config import DeviceFacts, DrafterFacts, Facts, KVGroupFacts, ModelFacts
 from stretto.device.kv import bytes_per_token, group_layers
 from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config
-from stretto.model.dequantize import dequantized
 from stretto.model.gguf import GGUFSource, gguf_config
-from stretto.model.load import check_native
+from stretto.model.load import check_native, open_weights
 from stretto.model.registry import find_builder
 from stretto.model.source import SafetensorsSource, WeightSource
 
@@ -98,7 +97,7 @@ def model_facts(path: Path) -> ModelFacts:
     if find_builder(architecture_of(raw)) is None:
         return _fallback_facts(path, raw, generation)
     config = ModelConfig.from_hf(raw, generation)
-    return _native_facts(path, config, dequantized(SafetensorsSource(path), config.quantization), generation)
+    return _native_facts(path, config, open_weights(path, config), generation)
 
 
 def _native_facts(path: Path, config: ModelConfig, source: WeightSource,

@@ -57,7 +57,8 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "MiMoForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "use_sliding_window": False},
     "Gemma2ForCausalLM": _GEMMA | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
                                    "final_logit_softcapping": 30.0},
-    "Gemma3ForCausalLM": _GEMMA | {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    "Gemma3ForCausalLM": _GEMMA | {"vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072,
+                                   "rope_theta": 1e6, "rope_local_base_freq": 1e4},
     "Olmo2ForCausalLM": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     "Phi3ForCausalLM": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "GlmForCausalLM": _GLM, "Glm4ForCausalLM": _GLM,
@@ -76,6 +77,9 @@ _BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwe
                   "gemma3_text": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "phi3": "Phi3ForCausalLM",
                   "glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM", "mixtral": "MixtralForCausalLM",
                   "qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM"}
+
+_TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+               "Mistral3ForConditionalGeneration": "MistralForCausalLM"}
 
 _WITHOUT_WINDOWS = ("LlamaForCausalLM", "Olmo2ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM")
 _WINDOWS_EVERYWHERE = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
@@ -144,8 +148,10 @@ class ModelConfig:
 
 
 def read_config(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """config.json and, if there is one, generation_config.json of an HF folder. Raises ConfigError."""
+    """config.json (its text part, where a native family runs it) and, if there is one, generation_config.json of an HF
+    folder. Raises ConfigError."""
     config = _read_json(Path(folder) / "config.json", "point to a folder that holds a model in Hugging Face format")
+    config = text_config(config)
     generation = Path(folder) / "generation_config.json"
     return config, _read_json(generation, "") if generation.is_file() else None
 
@@ -160,6 +166,16 @@ def _read_json(path: Path, hint: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds a {type(data).__name__}, not an object: fetch it again")
     return data
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a multimodal model whose text part is a native family: the configuration of that part. Others as they are."""
+    family = _TEXT_PARTS.get(str((config.get("architectures") or [None])[0]))
+    if family is None:
+        return dict(config)
+    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "quantization_config")
+    outer = {key: config[key] for key in kept if config.get(key) is not None}
+    return {**config.get("text_config", {}), **outer, "architectures": [family]}
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:

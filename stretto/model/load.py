@@ -17,7 +17,7 @@ from stretto.model.dequantize import dequantized
 from stretto.model.gguf import GGUFSource, gguf_config
 from stretto.model.progress import LoadLog
 from stretto.model.registry import NATIVE, find_builder
-from stretto.model.source import SafetensorsSource, WeightSource
+from stretto.model.source import SafetensorsSource, WeightSource, text_part
 from stretto.model.weights import Progress, Weights
 
 
@@ -40,8 +40,13 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, pr
 
         return load_fallback(path, raw, generation, dtype=dtype, device=device, progress=progress, context=context)
     config = ModelConfig.from_hf(raw, generation)
-    source = dequantized(SafetensorsSource(path), config.quantization, dtype)
-    return build_model(config, source, dtype, device, progress, context)
+    return build_model(config, open_weights(path, config, dtype), dtype, device, progress, context)
+
+
+def open_weights(folder: Path, config: ModelConfig, dtype: torch.dtype | None = None) -> WeightSource:
+    """The weights of an HF folder for a native family, by their usual names, as numbers. With `dtype`, the type that
+    they will be kept in, what that costs is said where they are quantised. Raises WeightError."""
+    return dequantized(text_part(SafetensorsSource(folder)), config.quantization, dtype)
 
 
 def check_native(config: ModelConfig, source: WeightSource) -> None:

@@ -7,7 +7,7 @@ demand, so that a model copies them one by one into its own parameters and never
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,11 @@ from safetensors import SafetensorError, safe_open
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+
+_TEXT_PREFIXES = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."),
+                  ("model.language_model.", "model."))
+_OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
 class WeightError(ValueError):
@@ -102,6 +107,36 @@ class SafetensorsSource:
     def slices(self) -> dict[str, Any]:
         """Every tensor as an unread slice, for loaders that read by themselves."""
         return {name: file.get_slice(name) for name, file in self._where.items()}
+
+
+class Renamed:
+    """A source whose tensors have other names. `name_of` gives a tensor's new name, or None to leave it out."""
+
+    def __init__(self, source: WeightSource, name_of: Callable[[str], str | None]):
+        self._source = source
+        self._old = {new: old for old in source.names() if (new := name_of(old)) is not None}
+
+    def names(self) -> Iterable[str]:
+        return self._old.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._old[name])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._source.tensor(self._old[name])
+
+
+def text_part(source: WeightSource) -> WeightSource:
+    """`source`; of a multimodal checkpoint the language model alone, by the names that it would have by itself."""
+    multimodal = any(name.startswith(("language_model.", "model.language_model.")) for name in source.names())
+    return Renamed(source, _name_alone) if multimodal else source
+
+
+def _name_alone(stored: str) -> str | None:
+    for prefix, alone in _TEXT_PREFIXES:
+        if stored.startswith(prefix):
+            return alone + stored.removeprefix(prefix)
+    return None if stored.startswith(_OTHER_PARTS) else stored
 
 
 def _open(path: Path):

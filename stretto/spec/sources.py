@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stretto.model.config import ModelConfig, refuse_quantization
-from stretto.model.source import SafetensorsSource, WeightError, WeightSource
+from stretto.model.source import Renamed, SafetensorsSource, WeightError, WeightSource
+
+__all__ = ["PickledSource", "Renamed", "open_source", "parse_config"]
 
 _ARCHITECTURE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
                  "mistral": "MistralForCausalLM"}
-
-
-class Renamed:
-    """A source whose tensors have other names. `name_of` gives a tensor's new name, or None to leave it out."""
-
-    def __init__(self, source: WeightSource, name_of: Callable[[str], str | None]):
-        self._source = source
-        self._old = {new: old for old in source.names() if (new := name_of(old)) is not None}
-
-    def names(self) -> Iterable[str]:
-        return self._old.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(self._old[name])
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._source.tensor(self._old[name])
 
 
 class PickledSource:

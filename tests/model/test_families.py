@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from stretto.facts import model_facts
 from stretto.model.config import ConfigError
 from stretto.model.decoder import Decoder
 from stretto.model.load import load_model
@@ -102,6 +103,28 @@ def test_mimo_is_qwen2_whose_predicting_layer_is_left_to_drafters(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     model, ids = load_model(tmp_path, dtype=torch.float32, device=CPU), ids_of(12)
     torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("family", ["Gemma3", "Mistral3"])
+def test_the_text_part_of_a_multimodal_checkpoint(family, layout, tmp_path):
+    """Two layouts of names are in use; what belongs to images is left where it is."""
+    text = {"Gemma3": ("Gemma3", GEMMA), "Mistral3": ("Mistral", {"head_dim": 16})}[family]
+    oracle = save(tmp_path, text[0], **text[1])
+    path = tmp_path / "model.safetensors"
+    head = {"language_model.model.": "language_model.lm_head."}.get(layout, "lm_head.")
+    tensors = {name.replace("model.", layout, 1) if name.startswith("model.") else name.replace("lm_head.", head): t
+               for name, t in load_file(path).items()}
+    images = {name: torch.ones(3, 3) for name in ("vision_tower.a.weight", "multi_modal_projector.b.weight")}
+    save_file(tensors | images, path, metadata={"format": "pt"})
+    inner = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": [f"{family}ForConditionalGeneration"], "model_type": family.lower(), "eos_token_id": [1, 106],
+        "text_config": inner, "vision_config": {"hidden_size": 32}}))
+    model, ids = load_model(tmp_path, dtype=torch.float32, device=CPU), ids_of(12)
+    torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
+    assert model.config.eos_token_ids[:2] == (1, 106)
+    assert model_facts(tmp_path).parameters == sum(p.numel() for p in oracle.parameters())
 
 
 def test_old_spellings_of_gemma3_are_read(tmp_path):
