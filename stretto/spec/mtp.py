@@ -18,8 +18,10 @@ import torch
 
 from stretto.attn.api import Attend
 from stretto.model.config import ModelConfig, read_config
+from stretto.model.dequantize import dequantized
 from stretto.model.layers import Linear, RMSNorm
-from stretto.model.source import SafetensorsSource
+from stretto.model.quantization import parse_quantization
+from stretto.model.source import SafetensorsSource, WeightSource
 from stretto.model.weights import Weights
 from stretto.spec.api import Drafter, DrafterCaps
 from stretto.spec.chain import ChainDrafter
@@ -59,7 +61,7 @@ class MTPModel:
 
     shift = 1
 
-    def __init__(self, naming: Naming, source: SafetensorsSource, config: ModelConfig, context: DrafterContext):
+    def __init__(self, naming: Naming, source: WeightSource, config: ModelConfig, context: DrafterContext):
         assert context.model is not None
         c, self.naming = config, naming
         own = Renamed(source, lambda n: "mtp." + n.removeprefix(naming.prefix) if n.startswith(naming.prefix) else None)
@@ -110,7 +112,7 @@ class MTP:
         return ChainDrafter(MTPModel(naming, source, config, context), self.caps(settings), context)
 
     @staticmethod
-    def _open(settings: str, target: Target) -> tuple[Naming, SafetensorsSource, ModelConfig]:
+    def _open(settings: str, target: Target) -> tuple[Naming, WeightSource, ModelConfig]:
         path, _ = split_settings("mtp", settings, ())
         if path:
             raise DrafterError(f"drafter mtp reads the target's own checkpoint; {path!r} is one too many: leave it out")
@@ -118,7 +120,7 @@ class MTP:
             raise DrafterError(f"drafter mtp: {target.path.name} is a GGUF file, whose MTP layers are not read; serve"
                                " the folder in Hugging Face layout")
         raw = read_config(target.path)[0]
-        source = SafetensorsSource(target.path)
+        source = dequantized(SafetensorsSource(target.path), parse_quantization(raw))
         names = set(source.names())
         for naming in namings(target.n_layers):
             if f"{naming.prefix}{naming.projection}.weight" in names:

@@ -11,11 +11,14 @@ On the command line: `--speculation ngram`, or with settings after a colon: `--s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from stretto.model.config import ConfigError
+from stretto.model.source import WeightError
 from stretto.spec.api import Drafter, DrafterCaps
 from stretto.spec.context import DrafterContext, DrafterError, DrafterKind, DrafterSizes, Target
 from stretto.spec.dflash import DFlash
@@ -118,7 +121,8 @@ def drafter_sizes(asked: str, target: Target, width: int | None = None) -> Draft
     `width` times, so its lookahead is no longer than that. Raises DrafterError."""
     kind, settings = find_drafter(asked)
     sizes_of = getattr(kind, "sizes", None)
-    sizes: DrafterSizes = sizes_of(settings, target) if sizes_of else DrafterSizes(kind.caps(settings))
+    with _said_of(asked):
+        sizes: DrafterSizes = sizes_of(settings, target) if sizes_of else DrafterSizes(kind.caps(settings))
     if width is not None and sizes.caps.shape == "chain":
         sizes = replace(sizes, caps=replace(sizes.caps, lookahead=min(sizes.caps.lookahead, width)))
     return sizes
@@ -137,4 +141,14 @@ def make_host_drafter(asked: str) -> Callable[[Sequence[int], int], list[int]]:
 def make_drafter(asked: str, context: DrafterContext) -> Drafter:
     """The drafter, ready to run. Raises DrafterError."""
     kind, settings = find_drafter(asked)
-    return kind.make(settings, context)
+    with _said_of(asked):
+        return kind.make(settings, context)
+
+
+@contextmanager
+def _said_of(asked: str) -> Iterator[None]:
+    """What is wrong with a draft checkpoint's config or weights is said of the drafter."""
+    try:
+        yield
+    except (ConfigError, WeightError) as e:
+        raise DrafterError(f"drafter {asked}: {e}") from e

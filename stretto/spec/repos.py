@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from stretto.model.config import ConfigError, read_config
+from stretto.model.dequantize import dequantized
 from stretto.model.hub import ModelNotFound, resolve_model
-from stretto.model.source import WeightError, WeightSource
+from stretto.model.quantization import parse_quantization
+from stretto.model.source import WeightSource
 from stretto.spec.context import DrafterError, Target
 from stretto.spec.sources import open_source
 
@@ -32,10 +34,8 @@ class DraftRepo:
         return f"drafter {self.kind} ({self.path.name})"
 
     def source(self) -> WeightSource:
-        try:
-            return open_source(self.path)
-        except WeightError as e:
-            raise DrafterError(f"{self.name}: {e}") from e
+        """Its tensors as numbers, however they are stored. Raises WeightError and model.config.ConfigError."""
+        return dequantized(open_source(self.path), parse_quantization(self.raw))
 
     def number(self, key: str, default: float) -> float:
         value = self.options.get(key)

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -18,6 +19,7 @@ from stretto.engine.llm import LLM
 from stretto.params import SamplingParams
 from stretto.spec.context import DrafterError
 from stretto.spec.registry import drafter_sizes
+from stretto.spec.repos import open_repo
 from stretto.testing import Ask, Lab, Setup, greedy, make_engine, run
 from tests.spec import checkpoints as made
 
@@ -143,6 +145,23 @@ def test_variants_of_blocks_that_are_not_run(tiny, drafts, tmp_path, key: str, v
     assert key in text or "sliding layers" in text
 
 
+def test_a_quantised_draft_is_read_as_numbers(drafts, tmp_path) -> None:
+    """FP8 in blocks of 32, as the large targets' checkpoints and their drafts come."""
+    def quantise(t):
+        for name in [n for n in t if n.endswith("_proj.weight")]:
+            blocks = t[name].unfold(0, 32, 32).unfold(1, 32, 32)  # [rows / 32, columns / 32, 32, 32]
+            scale = blocks.abs().amax((2, 3)) / 448
+            spread = scale.repeat_interleave(32, 0).repeat_interleave(32, 1)
+            t[name] = (t[name] / spread).to(torch.float8_e4m3fn)
+            t[f"{name}_scale_inv"] = scale
+    folder = changed(drafts["eagle3"], tmp_path / "draft", lambda raw: raw.update(
+        quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]}), quantise)
+    plain, read = (open_repo("eagle3", path).source() for path in (drafts["eagle3"], folder))
+    assert sorted(plain.names()) == sorted(read.names())
+    name = "midlayer.self_attn.q_proj.weight"
+    assert torch.allclose(plain.tensor(name), read.tensor(name).float(), atol=0.05)
+
+
 def test_what_is_no_drafter_is_said(tiny, tmp_path) -> None:
     assert "nosuch" in refusal_of(tiny, "nosuch") and "eagle3" in refusal_of(tiny, "nosuch")
     assert "FOLDER-OR-HUB-ID" in refusal_of(tiny, "eagle3")
@@ -172,9 +191,8 @@ def test_case_10_05_standalone_draft_of_another_vocabulary(tmp_path) -> None:
     assert all(part in str(refused.value) for part in ("id 41", "'w42'", "'w41'", "draft", "tiny"))
     for size in (made.VOCAB - 8, made.VOCAB + 8):
         folder = tmp_path / f"draft{size}"
-        shutil.copytree(tmp_path / "target", folder)
-        raw = json.loads((folder / "config.json").read_text()) | {"vocab_size": size}
-        (folder / "config.json").write_text(json.dumps(raw))
+        config = transformers.LlamaConfig(**made.SHAPE | {"vocab_size": size, "num_hidden_layers": 1})
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
         with pytest.raises(DrafterError, match=str(size)):
             drafter_sizes(f"standalone:{folder}", tiny.target)
 
@@ -190,7 +208,7 @@ def test_case_10_03_draft_model_with_a_shorter_context(tmp_path, kind: str) -> N
     raw = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 64}
     (folder / "config.json").write_text(json.dumps(raw))
     lab = Lab(tiny.model, tiny.target, f"{kind}:{folder}")
-    asks = [Ask("long", [t % 300 for t in range(40)], greedy(160)), Ask("late", [3, 7, 11], greedy(30)),
+    asks = [Ask("long", [t % 300 for t in range(40)], greedy(50)), Ask("late", [3, 7, 11], greedy(30)),
             Ask("longest", [t % 300 for t in range(9, 109)], greedy(20))]
     want = lab.plain(asks)
     for chunk in (256, 16):
