@@ -41,6 +41,7 @@ class Counters:
     forks: int = 0
     forks_without_pages: int = 0
     host_drafts: int = 0
+    forced_drafts: int = 0  # of them, what a grammar forces
     pool_bound: int = 0  # turns that ended because the KV cache holds no more of them
     session_turns: int = 0
     in_place_turns: int = 0

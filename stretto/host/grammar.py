@@ -76,6 +76,10 @@ class GrammarState:
                 return i + 1
         return None
 
+    def forced(self) -> list[int]:
+        """Ids of the text that must follow, as the tokenizer would cut it; the model may cut it otherwise."""
+        return self.matcher.compute_ff_tokens()
+
     def _refusal(self, token: int) -> Exception:
         return self.error() or HostFault(f"id {token} was sampled; the grammar does not allow it there")
 

@@ -191,17 +191,22 @@ class Planner:
     def _prepare(self, turn: Turn, reservation: Reservation, is_chunk: bool) -> None:
         if reservation.mapped:
             self._ops.map(turn.slot, reservation.mapped)
-        if self._limits.drafter is not None and not is_chunk:
+        if not is_chunk and turn.job.width and len(turn.tokens) > turn.job.prompt:
             self._propose(self._limits.drafter, turn)
 
-    def _propose(self, drafter: HostDrafter, turn: Turn) -> None:
-        """A proposal of the host arrives behind up to `depth` steps of K + 1 ids: it must be that much longer."""
-        width = turn.job.width
-        if not width or len(turn.tokens) == turn.job.prompt:
+    def _propose(self, drafter: HostDrafter | None, turn: Turn) -> None:
+        """A proposal of the host arrives behind up to `depth` steps of K + 1 ids: it must be that much longer. What a
+        grammar forces is the best one; it stands where a drafter of the device has offered something, too."""
+        width, depth = turn.job.width, self._limits.depth
+        longest = width + (width + 1) * depth
+        ids = turn.grammar.forced() if turn.grammar is not None else []
+        if len(ids) > depth:  # else all of it will be known when it arrives
+            self._counters.forced_drafts += 1
+        elif drafter is not None:
+            ids = drafter(turn.tokens, longest)
+        else:
             return
-        longest = width + (width + 1) * self._limits.depth
-        ids = drafter(turn.tokens, longest)[:longest]
-        if ids:
+        if ids := ids[:longest]:
             self._counters.host_drafts += 1
             self._ops.draft(HostDraft(turn.slot, turn.epoch, len(turn.tokens), ids))
 

@@ -161,6 +161,15 @@ class Run:
         _, gauges = self.core.host.stats()
         assert not any(v for k, v in gauges.items() if k.startswith("pages_used")), "an idle engine holds pages"
 
+    def finish_sessions(self, most: int = 20_000) -> None:
+        """Until idle; sessions keep their pages."""
+        for _ in range(most):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert not self.core.has_work, f"not idle after {most} steps"
+        self.core.host.audit()
+
     def ids(self, rid: str, index: int = 0) -> list[int]:
         return [t for output in self.outputs[rid, index] for t in output.token_ids]
 

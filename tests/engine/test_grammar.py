@@ -16,6 +16,7 @@ import pytest
 from stretto.engine.core import EngineCore
 from stretto.host.grammar import Grammars, GrammarState
 from stretto.params import Grammar, SamplingParams
+from stretto.protocol import Request
 from stretto.spec.ngram import NgramDrafter
 from stretto.spec.scripted import ScriptedDrafter
 from stretto.text.grammar import vocabulary
@@ -223,6 +224,46 @@ def test_limits_stops_and_min_tokens(oracle) -> None:
     assert set(text(run, "endless")) == {"a"}
     assert valid(text(run, "scored"))
     assert all(o.logprobs and len(o.logprobs) == len(o.token_ids) for o in run.outputs["scored", 0] if o.token_ids)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_forced_text_is_drafted(oracle, overlap: bool) -> None:
+    """A drafter that is always wrong, and a grammar that forces most of its text."""
+    phrase = Grammar("regex", "[ab]the only way this can be said[ab] and it goes on as it must[ab]")
+    plain, wrong = Run(engine(oracle, overlap=overlap)), ScriptedDrafter([[0] * 90], 4, 0.0, vocab_size=VOCAB)
+    drafted = Run(engine(oracle, overlap=overlap, drafter=wrong))
+    for run in (plain, drafted):
+        for seed in range(3):
+            run.submit(f"r{seed}", PROMPT, sampled(seed, phrase, 90))
+        run.finish()
+        run.core.close()
+    assert {key: plain.ids(*key) for key in plain.outputs} == {key: drafted.ids(*key) for key in drafted.outputs}
+    assert plain.counters["forced_drafts"] == 0 < drafted.counters["forced_drafts"]
+    usage = drafted.outputs["r0", 0][-1].usage
+    assert usage.accepted_tokens > 30 and usage.steps < 40
+
+
+def test_sessions_in_place_and_after_a_pause(oracle) -> None:
+    """Each turn has a grammar of its own, at its beginning; the one that waits starts when the other has ended."""
+    run = Run(engine(oracle, drafter=NgramDrafter(4), page_size=4))
+    for sid in ("a", "b"):
+        run.core.host.sessions.open(sid)
+
+    def append(sid: str, number: int, grammar: Grammar) -> None:
+        run.core.host.sessions.append(sid, Request(rid=f"{sid}{number}", tokens=list(PROMPT) if number == 0 else [9, 8],
+                                                   sampling=sampled(number, grammar), want_text=False))
+    append("a", 0, JSON)
+    append("a", 1, WORD)
+    append("b", 0, WORD)
+    run.finish_sessions()
+    append("b", 1, JSON)
+    run.finish_sessions()
+    assert valid(text(run, "a0")) and re.fullmatch(WORD.source, text(run, "a1"))
+    assert re.fullmatch(WORD.source, text(run, "b0")) and valid(text(run, "b1"))
+    alone = Run(engine(oracle))
+    alone.submit("a1", [*PROMPT, *run.ids("a0"), 9, 8], sampled(1, WORD))
+    alone.finish()
+    assert run.ids("a1") == alone.ids("a1")
 
 
 def test_an_abort_while_the_mask_is_on_its_way(oracle) -> None:
