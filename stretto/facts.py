@@ -106,10 +106,20 @@ def _native_facts(path: Path, config: ModelConfig, source: WeightSource,
     layers = [LayerSpec(config.n_heads, config.n_kv_heads, config.head_dim, 1.0, window) for window in config.windows]
     return ModelFacts(
         name=model_name(path), architecture=config.architecture,
-        n_layers=config.n_layers, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        n_layers=config.n_layers, hidden_size=config.hidden_size, intermediate_size=_inner_width(config),
         vocab_size=config.vocab_size, context=config.max_position, parameters=count_parameters(source),
         dtype="gguf" if path.suffix == ".gguf" else config.dtype or "float32", kv_groups=kv_groups(layers),
         sampling_defaults=sampling_defaults(generation))
+
+
+def _inner_width(config: ModelConfig) -> int:
+    """Features that a token has inside an MLP, for the memory of a step: three tensors of this width at once. With
+    experts a token has as many rows as it chooses, and they stand beside the experts' answers."""
+    chosen = config.value("num_experts_per_tok")
+    if not chosen:
+        return config.intermediate_size
+    inner = config.value("moe_intermediate_size") or config.intermediate_size
+    return max(config.intermediate_size, chosen * max(inner, (inner + config.hidden_size) // 3))
 
 
 def _fallback_facts(path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any] | None) -> ModelFacts:

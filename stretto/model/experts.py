@@ -17,7 +17,7 @@ from stretto.model.config import ConfigError
 from stretto.model.layers import Linear
 from stretto.model.matrix import Matrix, best_matrix
 from stretto.model.weights import Weights
-from stretto.ops.grouped import Groups, group_by_expert, grouped_linear
+from stretto.ops.grouped import Groups, combine, group_by_expert, grouped_linear
 
 Route = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]  # logits [T, E], K -> weights, experts [T, K]
 Gate = Callable[[torch.Tensor], torch.Tensor]  # [N, 2 F] -> [N, F]
@@ -79,7 +79,7 @@ class ExpertMLP:
         """x [T, E] -> [T, E]. tokens: how many of the T are no padding, a scalar on the device; None: all."""
         weights, experts = self._route(self._router(x), self.chosen)
         made = self._run(x, group_by_expert(experts, self.n_experts, tokens)).view(*experts.shape, x.shape[1])
-        return (made.float() * weights[..., None]).sum(1).to(x.dtype)
+        return combine(made, weights)
 
     def _run(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         """The experts' answers by slot, [N, E]; zeros for padding."""

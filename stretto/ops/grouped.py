@@ -70,3 +70,17 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     from stretto.ops.triton_grouped import launch_grouped
 
     return launch_grouped(x, weight, bias, bounds, rows_in, rows_out, out)
+
+
+def combine_reference(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """made [T, K, E], weights [T, K] float32 -> the weighted sum over K, [T, E], in float32 and rounded once."""
+    return (made.float() * weights[..., None]).sum(1).to(made.dtype)
+
+
+def combine(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """As the reference; on CUDA in one launch that needs no room, the sum in the order of the choices."""
+    if not made.is_cuda:
+        return combine_reference(made, weights)
+    from stretto.ops.triton_grouped import launch_combine
+
+    return launch_combine(made, weights)

@@ -1,8 +1,8 @@
-"""The Triton kernel behind `grouped.grouped_linear`. Imported only where it is going to run.
+"""The Triton kernels behind `grouped.py`. Imported only where they are going to run.
 
-The grid is sized by what is known on the host: N places make at most N / BM + E blocks. Each program finds its expert
-from the bounds; blocks that no expert needs return at once. A sum over the inputs is made in one order, whatever the
-batch, by one program.
+The grid of `grouped_kernel` is sized by what is known on the host: N places make at most N / BM + E blocks. Each program
+finds its expert from the bounds; blocks that no expert needs return at once. A sum over the inputs is made in one order,
+whatever the batch, by one program.
 """
 
 from __future__ import annotations
@@ -64,6 +64,18 @@ def grouped_kernel(x, weight, bias, bounds, rows_in, rows_out, out, n_experts, n
         tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & inside)
 
 
+@triton.jit
+def combine_kernel(made, weights, out, n, K: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: a block of one token's features."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(K):
+        row = tl.load(made + (token * K + j) * n + columns, mask=columns < n, other=0.0)
+        acc += row.to(tl.float32) * tl.load(weights + token * K + j)
+    tl.store(out + token * n + columns, acc.to(out.dtype.element_ty), mask=columns < n)
+
+
 INTERPRETED = isinstance(grouped_kernel, InterpretedFunction)
 
 
@@ -85,4 +97,14 @@ def launch_grouped(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         BM=bm, BN=bn, BK=bk, EXPERTS=triton.next_power_of_2(n_experts), BIAS=bias is not None,
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32", UPCAST=INTERPRETED and x.dtype is torch.bfloat16,
         num_warps=4 if bm <= 64 else 8, num_stages=3)
+    return out
+
+
+def launch_combine(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Arguments as `grouped.combine`."""
+    tokens, k, n = made.shape
+    out = made.new_empty(tokens, n)
+    if tokens:
+        combine_kernel[(tokens, triton.cdiv(n, 1024))](made.contiguous(), weights.contiguous(), out, n, K=k, BLOCK=1024,
+                                                       num_warps=4)
     return out

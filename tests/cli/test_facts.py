@@ -52,6 +52,12 @@ def test_facts_are_what_the_loaded_model_is(tmp_path: Path, name: str):
     assert facts.dtype == "float32" and facts.architecture == MODELS[name].architectures[0]
 
 
+def test_experts_need_room_for_every_row_that_a_token_has(tmp_path: Path):
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=3)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert model_facts(tmp_path).intermediate_size == 3 * SIZES["intermediate_size"]
+
+
 def test_a_gguf_file(tmp_path: Path):
     model = tiny_model()
     facts = model_facts(write_model(tmp_path / "tiny-1.5.gguf", model))

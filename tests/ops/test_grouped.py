@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.ops.grouped import group_by_expert, grouped_linear_reference
-from stretto.ops.triton_grouped import INTERPRETED, launch_grouped
+from stretto.ops.grouped import combine_reference, group_by_expert, grouped_linear_reference
+from stretto.ops.triton_grouped import INTERPRETED, launch_combine, launch_grouped
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -74,6 +74,17 @@ def test_a_row_is_the_same_in_any_batch():
     whole = run(12)
     for real in (1, 4, 9):
         assert torch.equal(run(real)[: 2 * real], whole[: 2 * real])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens, k, n", [(5, 2, 48), (1, 8, 1030), (0, 2, 16), (3, 1, 1024)])
+def test_the_sum_over_choices(tokens, k, n, dtype):
+    generator = torch.Generator().manual_seed(5)
+    made = torch.randn(tokens, k, n, generator=generator).to(DEVICE, dtype)
+    weights = torch.rand(tokens, k, generator=generator).to(DEVICE)
+    right = (made.double() * weights.double()[..., None]).sum(1)
+    for run in (launch_combine, combine_reference):
+        torch.testing.assert_close(run(made, weights).double(), right, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 def test_layouts_that_the_kernel_cannot_read_are_refused():
