@@ -33,7 +33,7 @@ def to_chat(body: CountTokensRequest) -> dict[str, Any]:
         messages += _message(message, f"messages[{i}]")
     fields |= {"messages": messages, "max_completion_tokens": getattr(body, "max_tokens", None), "n": 1,
                "stop": getattr(body, "stop_sequences", None), **_thinking(body.thinking), **_tools(body),
-               "response_format": _format(extra)}
+               "response_format": _format(body)}
     if body.messages[-1].get("role") == "assistant":  # the answer goes on where the client has begun it
         fields["continue_final_message"] = True
     if getattr(body, "stream", None):
@@ -106,8 +106,8 @@ def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
     return {"reasoning_effort": "none"} if kind == "disabled" else {}
 
 
-def _format(extra: dict[str, Any]) -> dict[str, Any] | None:
-    wanted = (extra.get("output_config") or {}).get("format") or extra.get("output_format")
+def _format(body: CountTokensRequest) -> dict[str, Any] | None:
+    wanted = (body.output_config or {}).get("format") or body.output_format
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.get("schema")}}
     return wanted
@@ -125,9 +125,9 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
     choice = body.tool_choice or {}
     kinds = {"auto": "auto", "any": "required", "none": "none",
              "tool": {"type": "function", "function": {"name": choice.get("name")}}}
-    if choice and choice.get("type") not in kinds:
+    if choice and str(choice.get("type")) not in kinds:
         raise bad_request(f"tool_choice.type is {str(choice.get('type'))[:64]!r}; it must be one of {', '.join(kinds)}",
                           "tool_choice.type")
     parallel = False if choice.get("disable_parallel_tool_use") else None
-    return {"tools": tools or None, "tool_choice": kinds[choice["type"]] if choice else None,
+    return {"tools": tools or None, "tool_choice": kinds[str(choice["type"])] if choice else None,
             "parallel_tool_calls": parallel}

@@ -60,8 +60,6 @@ def _completion(body: GenerateRequest, prompts: list[Any]) -> CompletionRequest:
     for name, value in (body.sampling_params or {}).items():
         if value is not None:
             fields[SAMPLING.get(name, name)] = value
-    if fields.get("stop_token_ids") is not None:
-        fields["stop_token_ids"] = list(fields["stop_token_ids"])
     fields |= {"prompt": prompts if len(prompts) > 1 or isinstance(prompts[0], list) else prompts[0],
                "stream": body.stream, "model": body.model, "priority": body.priority, "request_id": body.rid}
     if body.return_logprob:

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stretto.serve.schemas import ChatRequest, CompletionRequest
+from stretto.serve.schemas import ChatRequest, CompletionRequest, GenerateRequest, MessagesRequest, ResponsesRequest
 from tests.serve.conftest import events, make_api
 from tests.serve.fakes import CoreOptions
 
@@ -43,6 +43,47 @@ CALLS = st.lists(st.one_of(
     min_size=1, max_size=12)
 
 
+ITEMS = st.lists(st.one_of(
+    st.dictionaries(st.text(max_size=4), VALUES, max_size=2),
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool"]), "content": PARTS | VALUES}),
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning"])},
+        optional=dict.fromkeys(("role", "content", "call_id", "name", "arguments", "output"), VALUES | st.text()))),
+    max_size=3)
+BLOCKS = st.lists(st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])},
+    optional=dict.fromkeys(("text", "id", "name", "input", "tool_use_id", "content"), VALUES)), max_size=3)
+TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "x"]),
+                                        "content": BLOCKS | VALUES | st.text()})
+                 | st.dictionaries(st.text(max_size=4), VALUES, max_size=2), max_size=3)
+OBJECTS = st.lists(st.dictionaries(st.sampled_from(["type", "name", "parameters", "input_schema", "x"]), VALUES),
+                   max_size=2)
+INNER = st.dictionaries(st.sampled_from(["type", "format", "effort", "name", "budget_tokens", "verbosity"]),
+                        VALUES | st.sampled_from(["json_schema", "function", "tool", "enabled", "high"]), max_size=3)
+TRANSLATED = st.lists(st.one_of(
+    st.tuples(st.just("/v1/responses"), st.tuples(
+        bodies(ResponsesRequest, {"input": ITEMS | VALUES | st.text()}),
+        st.fixed_dictionaries({}, optional={"tools": OBJECTS, "text": INNER, "reasoning": INNER, "tool_choice": INNER}),
+    ).map(lambda parts: parts[0] | parts[1] | {"max_output_tokens": 3})),
+    st.tuples(st.sampled_from(["/v1/messages", "/v1/messages/count_tokens"]), st.tuples(
+        bodies(MessagesRequest, {"messages": TURNS}),
+        st.fixed_dictionaries({}, optional={"tools": OBJECTS, "thinking": INNER, "tool_choice": INNER,
+                                            "output_config": INNER | VALUES, "system": BLOCKS | VALUES}),
+    ).map(lambda parts: parts[0] | parts[1] | {"max_tokens": 3})),
+    st.tuples(st.just("/generate"), st.tuples(
+        bodies(GenerateRequest, {}), st.fixed_dictionaries({}, optional={
+            "text": PROMPTS, "input_ids": PROMPTS, "sampling_params": st.dictionaries(
+                st.sampled_from(["max_new_tokens", "stop", "stop_token_ids", "n", "top_k", "logprobs", "prompt",
+                                 "model", "stream", "regex"]), VALUES)})).map(lambda parts: parts[0] | parts[1])),
+    st.tuples(st.just("/start_profile"), st.dictionaries(st.just("num_steps"), VALUES))), min_size=1, max_size=12)
+
+
+@settings(SETTINGS, max_examples=40)
+@given(TRANSLATED)
+def test_case_15_09_nor_in_another_api(calls: list[tuple[str, dict]]):
+    asyncio.run(_send_all(calls))
+
+
 @SETTINGS
 @given(CALLS)
 def test_case_15_09_no_body_is_the_servers_fault(calls: list[tuple[str, dict]]):
@@ -56,6 +97,7 @@ async def _send_all(calls: list[tuple[str, dict]]) -> None:
             assert answer.status_code == 200 or 400 <= answer.status_code < 500, (path, body, answer.text)
             if answer.status_code != 200:
                 assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+                assert path.startswith("/v1/messages") == ("request_id" in answer.json())
         await api.alive()
 
 

@@ -74,3 +74,46 @@ async def test_a_session_id_is_checked_here_too(api: Api):
                        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3})):
         answer = await api.http.post(path, json=body | {"session_id": "bad\nid"})
         assert answer.status_code == 400 and "session_id" in answer.json()["error"]["message"], answer.text
+
+
+ODD: list[Any] = [
+    [], {}, [1], {"a": 1}, "x", 5, True, [[]], {"type": []}, {"type": {}}, {"type": "json_schema"},
+    {"type": "function"},
+    {"type": "function", "name": []}, {"type": "tool", "name": 5}, {"format": {"type": "json_schema", "schema": 5}},
+    {"format": 5}, {"format": {"type": []}}, {"effort": []}, {"type": "enabled", "budget_tokens": "x"},
+    [{"type": "function", "name": 5}], [{"type": "function", "name": "f", "parameters": 5}], [{"name": "f"}],
+    [{"name": "f", "input_schema": []}], [{"type": []}], [{"type": "text", "text": 5}], [{"type": "tool_use"}],
+    [{"type": "tool_use", "id": "a", "name": "f", "input": 5}], [{"type": "message", "role": [], "content": {}}],
+    [{"type": "tool_result", "tool_use_id": "a", "content": [5]}], [{"id": 5, "role": "user", "content": "x"}],
+    [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "no JSON"}],
+    [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": 5}]}]]
+OWN: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "/v1/responses": ({"input": "x", "max_output_tokens": 1}, [
+        "input", "tools", "tool_choice", "text", "reasoning", "include", "metadata", "stop", "session",
+        "stream_options",
+        "previous_response_id", "logit_bias", "instructions", "top_logprobs"]),
+    "/v1/messages": ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}, [
+        "messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format", "stop_sequences",
+        "metadata", "session"]),
+    "/generate": ({"text": "x", "sampling_params": {"max_new_tokens": 1}}, [
+        "text", "input_ids", "sampling_params", "rid", "session_params", "prompt", "max_tokens", "logprob_start_len"])}
+
+
+@pytest.mark.parametrize("path", OWN)
+async def test_case_15_09_odd_values_of_nested_fields_are_the_clients_fault(path: str):
+    base, names = OWN[path]
+    async with make_api(CoreOptions(block=4), ToolTokenizer()) as api:
+        bodies = [base | {name: odd} for name in names for odd in ODD]
+        if path == "/v1/messages":
+            bodies += [base | {"messages": [{"role": role, "content": odd}, {"role": "user", "content": "x"}]}
+                       for role in ("user", "assistant") for odd in ODD]
+        elif path == "/v1/responses":
+            bodies += [base | {"input": [{"role": "assistant", "content": odd}]} for odd in ODD]
+        else:
+            bodies += [base | {"sampling_params": {name: odd}} for odd in ODD for name in (
+                "max_new_tokens", "stop", "stop_token_ids", "n", "logit_bias", "regex", "json_schema", "stream")]
+        for body in bodies:
+            answer = await api.http.post(path, json=body)
+            assert answer.status_code == 200 or 400 <= answer.status_code < 500, (body, answer.text)
+            assert "internal_error" not in answer.text, (body, answer.text)
+        await api.alive()
