@@ -80,8 +80,9 @@ class DrafterContext:
         """ids [T] -> [T, E] of the target. Raises DrafterError where the target's implementation lends none."""
         embedding = getattr(self.model, "embedding", None)
         if embedding is None:
-            raise DrafterError(f"the target ({type(self.model).__name__}) lends no embedding, and the draft checkpoint"
-                               " has none of its own: choose a drafter with its own, or another target")
+            name = self.target.name if self.target else "without a name"
+            raise DrafterError(f"target {name} ({type(self.model).__name__}) lends no embedding, and the draft"
+                               " checkpoint has none of its own: choose a drafter that has, or another target")
         return embedding
 
 

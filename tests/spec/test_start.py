@@ -16,11 +16,12 @@ from stretto.compat import ConfigError
 from stretto.config import Config, KVSection, ModelSection, SpeculationSection
 from stretto.engine.build import make_runner, prepare
 from stretto.engine.llm import LLM
+from stretto.model.load import load_model
 from stretto.params import SamplingParams
 from stretto.spec.context import DrafterError
 from stretto.spec.registry import drafter_sizes
 from stretto.spec.repos import open_repo
-from stretto.testing import Ask, Lab, Setup, greedy, make_engine, run
+from stretto.testing import Ask, Lab, Setup, check_mixed_steps, greedy, make_engine, run, target_of
 from tests.spec import checkpoints as made
 
 
@@ -274,6 +275,18 @@ def test_a_speculator_repo_as_the_model_starts_target_and_draft(served, drafts, 
     assert completion.token_ids == texts(served)[0][0] and completion.usage.drafted_tokens > 0
     with pytest.raises(ConfigError, match="drafter itself"):
         prepare(config(repo, "ngram"))
+
+
+def test_a_target_that_runs_through_transformers(tmp_path, drafts) -> None:
+    """It hands out hidden states, and has no embedding to lend: drafters with their own run, others are refused."""
+    torch.manual_seed(2)
+    config = transformers.Starcoder2Config(**made.SHAPE, sliding_window=None)
+    transformers.Starcoder2ForCausalLM(config).save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    target = target_of(model, tmp_path, "starcoder")
+    check_mixed_steps(Lab(model, target, drafts["dspark"]))
+    with pytest.raises(DrafterError, match=r"target starcoder .* lends no embedding"):
+        make_engine(model, drafts["eagle3"], target)
 
 
 def test_no_tokens_means_no_drafter(tmp_path, drafts) -> None:
