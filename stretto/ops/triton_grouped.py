@@ -1,8 +1,8 @@
 """The Triton kernels behind `grouped.py`. Imported only where they are going to run.
 
-The grid of `grouped_kernel` is sized by what is known on the host: N places make at most N / BM + E blocks. Each program
-finds its expert from the bounds; blocks that no expert needs return at once. A sum over the inputs is made in one order,
-whatever the batch, by one program.
+The grid of `grouped_kernel` is sized by what is known on the host: N places make at most N / BM + E blocks. Each
+program finds its expert from the bounds; blocks that no expert needs return at once. A sum over the inputs is made in
+one order, whatever the batch, by one program.
 """
 
 from __future__ import annotations
