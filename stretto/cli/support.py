@@ -27,8 +27,8 @@ This page is written from what the components declare (`make docs`); start-up co
 that is "no" here is refused at start-up, with the names of both sides.
 
 Everything that the scheduler does (prompt chunks in steps with running sequences, one step in flight, prefix caching,
-retraction, every sampling parameter, log-probabilities of prompts and answers, n choices) works with every backend
-and every drafter: rows differ in their numbers only, so there is nothing to declare.
+retraction, every sampling parameter, grammars, log-probabilities of prompts and answers, n choices) works with every
+backend and every drafter: rows differ in their numbers only, so there is nothing to declare.
 """
 
 

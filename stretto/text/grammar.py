@@ -85,8 +85,10 @@ def _definition(grammar: Grammar) -> str:
     kind, source = grammar.kind, grammar.source
     if kind == "json_schema":
         options: Any = {} if grammar.whitespace else {"whitespace_flexible": False}
-        _parsed(source, (dict, bool))
-        return LLMatcher.grammar_from_json_schema(source, overrides=options)
+        schema = _parsed(source, (dict, bool))
+        if schema is False:
+            raise GrammarError("the schema false allows nothing")
+        return LLMatcher.grammar_from_json_schema("{}" if schema is True else source, overrides=options)
     if kind == "choice":
         choices = _parsed(source, (list,))
         if not choices or len(choices) > MAX_CHOICES or not all(isinstance(c, str) and c for c in choices):
@@ -127,7 +129,7 @@ def _tags(tag: dict[str, Any]) -> list[StructTag]:
         if trigger is None:
             raise GrammarError(f"structures[{i}].begin is {begin!r}; no trigger begins it")
         schema = structure.get("schema", {})
-        schema = {"type": "object", **schema} if isinstance(schema, dict) else _parsed(str(schema), (dict,))
+        schema = schema if isinstance(schema, dict) else _parsed(str(schema), (dict,))
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
     return tags
 
