@@ -99,10 +99,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise ParameterError("allowed_token_ids", "allowed_token_ids and a grammar exclude each other: the ids may"
                                  " leave nothing of what the grammar demands; say it in the grammar")
         if len(self.bad_words) > MAX_BAD_WORDS:
-            raise ParameterError("bad_words", f"bad_words has {len(self.bad_words)} words; the limit is {MAX_BAD_WORDS}")
+            raise ParameterError("bad_words", f"bad_words has {len(self.bad_words)} words; the limit is"
+                                              f" {MAX_BAD_WORDS}")
         for run in self.bad_words:
             if not 1 <= len(run) <= MAX_BAD_WORD:
-                raise ParameterError("bad_words", f"bad_words has one of {len(run)} tokens; it must have 1..{MAX_BAD_WORD}")
+                raise ParameterError("bad_words", f"bad_words has one of {len(run)} tokens; it must have"
+                                                  f" 1..{MAX_BAD_WORD}")
             self._check_ids("bad_words", run, vocab_size)
 
     def _check_ranges(self) -> None:
