@@ -17,7 +17,7 @@ from stretto.serve.schemas import AbortBody, ChatBody, DetokenizeRequest, Tokeni
 from stretto.serve.service import Service
 
 _CHAT_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
-                "reasoning_effort")
+                "reasoning_effort", "tools")
 
 
 def probes(service: Service) -> APIRouter:

@@ -249,6 +249,7 @@ class TokenizeRequest(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 

@@ -80,6 +80,21 @@ async def test_case_15_01_a_call_cut_by_the_limit_ends_with_length():
             assert answer == streamed and answer["finish_reason"] == "length"
 
 
+async def test_tokenize_counts_the_prompt_with_its_tools():
+    class Told(ToolTokenizer):
+        def apply_chat_template(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
+                                **kwargs: Any) -> list[int]:
+            return [*json.dumps(tools or []).encode(), *super().apply_chat_template(messages, tools, **kwargs)]
+
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    async with make_api(CoreOptions(max_model_len=4096), Told()) as api:
+        bare, told = [(await api.http.post("/tokenize", json=body | more)).json()["count"]
+                      for more in ({}, {"tools": TOOLS})]
+        used = (await api.chat("x", tools=TOOLS)).json()["usage"]["prompt_tokens"]
+        none = (await api.chat("x", tools=TOOLS, tool_choice="none")).json()["usage"]["prompt_tokens"]
+    assert told == used > bare == none
+
+
 async def test_without_tools_an_answer_that_looks_like_a_call_is_text():
     async with make_api(CoreOptions(), ToolTokenizer()) as api:
         answer = whole(await api.chat(f"say:{CALL}", max_tokens=200))
