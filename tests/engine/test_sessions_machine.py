@@ -16,12 +16,14 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from stretto.bench.soak import Soak
 from stretto.params import SamplingParams
 from stretto.protocol import SessionTurn
 from stretto.replay import Crowd, OneShot, Talk, World
 from stretto.spec.ngram import NgramDrafter
 from stretto.spec.scripted import ScriptedDrafter
 from tests.engine.small import VOCAB, Oracle, make_core
+from tests.spec.checkpoints import make_target
 
 POOL, TTL, ROWS = 144, 100.0, 64
 QUICK = settings(max_examples=2, stateful_step_count=25, deadline=None, derandomize=True, database=None,
@@ -243,3 +245,15 @@ def test_any_order_at_length(oracles, drafter: str, window: str, page: int):
     assert run_machine(setting, LONG)["sessions_expired"]
     seen = sum((crowd(setting, seed, 500) for seed in range(10)), Counter())
     assert not missing(seen) and all(seen[event] for event in RARE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_drafter_with_its_own_cells_never_reads_a_stale_one(tmp_path, window: int | None):
+    """The target drafts for itself: a draft that is refused was made from a cell that some turn, cut, branch or abort
+    left behind."""
+    tiny = make_target(tmp_path, window=window)
+    soak = Soak(tiny.model, tiny.target, [f"standalone:{tiny.target.path}"], "float32", 200)
+    for seed in range(3):
+        assert soak.round(seed), soak.result
+    assert soak.result.seen["accepted"] == soak.result.seen["drafted"] > 0

@@ -434,7 +434,7 @@ def test_case_8_03_two_turns_at_once():
     session_turn(h, sid, prompt_of(15), max_tokens=20)
     h.sessions[sid] = 1
     h.append(sid)  # waits
-    with pytest.raises(RequestError, match="has a live turn and one that waits"):
+    with pytest.raises(RequestError, match="has a live turn and 1 that wait"):
         session_turn(h, sid, prompt_of(15), max_tokens=20)
     h.half.sessions.close(sid)  # returns; the session goes when its turns have ended
     with pytest.raises(RequestError, match="is closing"):
