@@ -10,7 +10,7 @@ from stretto.protocol import StepRecord
 from tests.engine.small import Oracle, Run, greedy, make_core
 from tests.engine.test_behaviour import PROMPTS, drafter
 
-NEW = 24
+NEW = 16
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +18,12 @@ def oracle(tmp_path_factory) -> Oracle:
     return Oracle.make(tmp_path_factory.mktemp("model"), "llama")
 
 
-def run_all(oracle: Oracle, overlap: bool, steps: int) -> tuple[Run, list[StepRecord]]:
-    answers = [oracle.answer(prompt, NEW) for prompt in PROMPTS]
+@pytest.fixture(scope="module")
+def answers(oracle: Oracle) -> list[list[int]]:
+    return [oracle.answer(prompt, NEW) for prompt in PROMPTS]
+
+
+def run_all(oracle: Oracle, answers: list[list[int]], overlap: bool, steps: int) -> tuple[Run, list[StepRecord]]:
     run = Run(make_core(oracle.model, overlap=overlap, drafter=drafter(answers, 0.7), chunk=16))
     assert run.core.trace(steps) == []
     for i, prompt in enumerate(PROMPTS):
@@ -29,8 +33,8 @@ def run_all(oracle: Oracle, overlap: bool, steps: int) -> tuple[Run, list[StepRe
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_tokens_by_kind_add_up_and_the_trace_agrees(oracle: Oracle, overlap: bool) -> None:
-    run, records = run_all(oracle, overlap, 10_000)
+def test_tokens_by_kind_add_up_and_the_trace_agrees(oracle: Oracle, answers, overlap: bool) -> None:
+    run, records = run_all(oracle, answers, overlap, 10_000)
     counters = run.core.stats().counters
     assert counters["prefill_tokens"] == counters["prompt_tokens"] - counters["cached_tokens"]  # nothing was retracted
     assert counters["prefill_tokens"] + counters["decode_tokens"] + counters["verify_tokens"] == counters["fed_tokens"]
@@ -51,6 +55,6 @@ def test_tokens_by_kind_add_up_and_the_trace_agrees(oracle: Oracle, overlap: boo
     assert (flying > 0) == overlap  # a step is planned while the one before it is on the device
 
 
-def test_a_trace_has_its_limit_and_none_runs_unasked(oracle: Oracle) -> None:
-    run, records = run_all(oracle, True, 3)
+def test_a_trace_has_its_limit_and_none_runs_unasked(oracle: Oracle, answers) -> None:
+    run, records = run_all(oracle, answers, True, 3)
     assert [record.seq for record in records] == [0, 1, 2] and run.core.trace(0) == []

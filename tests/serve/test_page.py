@@ -64,10 +64,11 @@ def test_chat_streams_and_colours_tokens(window: Browser, server: Program):
     for text in ("plain words, quickly", "삼겹살 🙂 with <b>&amp; marks"):
         ask(window, f"say:{text}")
         assert answer(window) == text
-    accepted = window.run("return [...document.querySelectorAll('.message.assistant')][0].querySelectorAll('.accepted')"
-                          ".length")
-    own = window.run("return [...document.querySelectorAll('.message.assistant')][0].querySelectorAll('.own').length")
-    assert accepted + own == len("plain words, quickly") and accepted >= 2 * own  # of four, three are drafts
+    accepted, own, joined = window.run(
+        "const first = document.querySelector('.message.assistant');"
+        "return ['accepted', 'own', 'joined'].map(kind => first.querySelectorAll('.' + kind).length)")
+    assert accepted + own + joined == len("plain words, quickly")  # joined: of chunks that hold several steps
+    assert accepted + joined >= 2 * own and accepted  # of each step's four tokens, three are drafts
     about = window.text(".message.assistant .about")
     assert "drafts accepted" in about and "stop" in about and "first after" in about
     keep(window, "chat")
