@@ -12,11 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from stretto.engine.build import text_streams
 from stretto.engine.core import EngineCore
-from stretto.protocol import SessionInfo
+from stretto.engine.messages import AbortRequest, Command, Event, Manage, Managed, Submit
+from stretto.params import SamplingParams
+from stretto.protocol import (
+    BranchSession,
+    CloseSession,
+    FlushCache,
+    GetSession,
+    OpenSession,
+    Request,
+    RewindSession,
+    SessionInfo,
+    SessionTurn,
+)
 from stretto.serve.schemas import SessionOptions
 from stretto.serve.sessions import HEADERS
 from stretto.spec.ngram import NgramDrafter
@@ -389,3 +402,17 @@ def test_the_page_names_every_option():
     text = PAGE.read_text()
     for name in (*SessionOptions.model_fields, *SessionInfo.__struct_fields__[1:6], *HEADERS):
         assert name in text.lower(), name
+
+
+def test_everything_about_sessions_travels_between_processes():
+    turn = SessionTurn(sid="s", mode="append", continuation=[1], on_busy="beside", offset=-1)
+    info = SessionInfo(id="a", state="idle", tokens=1, cached_tokens=1, turns=1, waiting=0, last_turn="none",
+                       idle_seconds=0.0, ttl=1.0, capacity=None)
+    commands = [Submit(Request(rid="r", tokens=[1], sampling=SamplingParams(), session=turn)), AbortRequest("r", 3)]
+    commands += [Manage(i, action) for i, action in enumerate((
+        OpenSession(sid="x", ttl=3.0), CloseSession("x", True), GetSession(), BranchSession("x", "y"),
+        RewindSession("x", 1), FlushCache()))]
+    for command in commands:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Command) == command
+    for event in (Managed(1, [info]), Managed(1, [], "why", "param", "code")):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=Event) == event
