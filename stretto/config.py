@@ -355,11 +355,11 @@ class _Resolution:
                   "--kv-memory": kv.kv_memory, "--kv-tokens": kv.kv_tokens, "--max-num-seqs": schedule.max_num_seqs,
                   "--max-num-batched-tokens": schedule.max_num_batched_tokens, "--chunk-size": schedule.chunk_size,
                   "--tensor-parallel-size": self.config.parallel.tensor_parallel_size}
-        least = {"--max-sessions": schedule.max_sessions, "--session-ttl": schedule.session_ttl,
-                 "--session-queue": schedule.session_queue}
-        for flag, at_least_0 in least.items():
-            if not at_least_0 >= 0:
-                self._refuse(f"{flag} {at_least_0:g}", "any start", "it must be 0 or more", f"set {flag} to 0 or more")
+        sessions = {"--max-sessions": schedule.max_sessions, "--session-ttl": schedule.session_ttl,
+                    "--session-queue": schedule.session_queue}
+        for flag, number in sessions.items():
+            if not number >= 0:  # so that NaN is refused as well
+                self._refuse(f"{flag} {number:g}", "any start", "it must be 0 or more", f"set {flag} to 0 or more")
         for flag, value in counts.items():
             if value is not None and value < 1:
                 self._refuse(f"{flag} {value}", "any start", "it must be 1 or more", f"set {flag} to a positive number")

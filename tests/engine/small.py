@@ -97,8 +97,10 @@ class Oracle:
 
     def answer(self, prompt: list[int], n: int) -> list[int]:
         """n greedy ids. Asserts that no two best logits are within the margin, so that rounding decides nothing."""
-        made = self.reference.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False, eos_token_id=None,
-                                       pad_token_id=0, output_logits=True, return_dict_in_generate=True)
+        ids = torch.tensor([prompt])
+        made = self.reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False,
+                                       eos_token_id=None, pad_token_id=0, output_logits=True,
+                                       return_dict_in_generate=True)
         best = torch.stack(made.logits)[:, 0].topk(2, -1).values
         assert float((best[:, 0] - best[:, 1]).min()) > MARGIN, "the oracle itself is undecided: change the prompt"
         return made.sequences[0].tolist()[len(prompt):]
