@@ -373,10 +373,10 @@ class _Resolution:
         if (serve.ssl_certfile is None) != (serve.ssl_keyfile is None):
             given, lacks = ("certfile", "keyfile") if serve.ssl_certfile is not None else ("keyfile", "certfile")
             self._refuse(f"--ssl-{given}", "TLS", "it needs a certificate and its key", f"give --ssl-{lacks} as well")
-        for name, least in (("stall_timeout", 1), ("max_live_requests", 1), ("max_body_bytes", 1024)):
-            if getattr(serve, name) < least:
+        for name, lowest in (("stall_timeout", 1), ("max_live_requests", 1), ("max_body_bytes", 1024)):
+            if getattr(serve, name) < lowest:
                 self._refuse(f"--{name.replace('_', '-')} {getattr(serve, name)}", "any server",
-                             f"it must be at least {least}", "leave it out")
+                             f"it must be at least {lowest}", "leave it out")
         self._check_exclusive()
 
     def _check_exclusive(self) -> None:
