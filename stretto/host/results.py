@@ -121,12 +121,13 @@ class Results:
         turn.tokens += new
         usage.completion_tokens += len(new)
         usage.drafted_tokens += row.verified
-        usage.accepted_tokens += len(new) - 1
-        usage.steps += 1
+        accepted = max(len(new) - 1, 0)  # none of the ids may be left: a grammar may have ended before them
+        usage.accepted_tokens += accepted
+        usage.steps += bool(new)
         self._counters.generated_tokens += len(new)
         self._counters.drafted += row.verified
-        self._counters.accepted += len(new) - 1
-        self._counters.note_drafts(row.verified, len(new) - 1)
+        self._counters.accepted += accepted
+        self._counters.note_drafts(row.verified, accepted)
         reason, stop = ending or (None, None)
         request = turn.job.request
         outputs.append(Output(
