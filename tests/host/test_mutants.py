@@ -20,7 +20,7 @@ from stretto.host.ops import Ops
 from stretto.host.planner import Planner
 from stretto.host.prefix import PrefixTree
 from stretto.host.results import Results
-from stretto.host.session import Sessions
+from stretto.host.session import ROLLED_BACK, Sessions
 from stretto.host.share import share_budget
 from stretto.host.slots import Slots
 from stretto.host.turn import Turn
@@ -270,21 +270,20 @@ def text_of_a_stop_id(m: Patch) -> None:
 
 
 def abort_keeps_the_lease(m: Patch) -> None:
-    def abort(f, self, rid):
+    def abort(f, self, rid, received=None):
         for turn in self._live.of(rid):
             if turn.slot >= 0:
                 turn.lease = self._ledger.adopt([], 0, 1)
-        return f(self, rid)
+        return f(self, rid, received)
     wrapped(m, Results, "abort", abort)
 
 
 def abort_keeps_the_slot(m: Patch) -> None:
     """The row goes on; its ids go to a client that has heard of the end."""
-    def withdraw(f, self, turn):
+    def unseat(f, self, turn):
         if turn.slot < 0:
-            return f(self, turn)
-        return []
-    wrapped(m, Results, "_withdraw", withdraw)
+            f(self, turn)
+    wrapped(m, Results, "_unseat", unseat)
 
 
 def retraction_forgets_what_was_delivered(m: Patch) -> None:
@@ -303,10 +302,12 @@ def choices_lost_at_the_first_id(m: Patch) -> None:
 
 
 def session_keeps_an_aborted_turn(m: Patch) -> None:
-    def aborted(f, self, turn):
-        turn.session.tokens = list(turn.tokens)
-        return f(self, turn)
-    wrapped(m, Sessions, "aborted", aborted)
+    def roll_back(f, self, session, how):
+        if how == ROLLED_BACK:
+            self._commit(session, session.turn, how)
+        else:
+            f(self, session, how)
+    wrapped(m, Sessions, "_roll_back", roll_back)
 
 
 def rewind_keeps_the_lease(m: Patch) -> None:
