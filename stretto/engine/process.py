@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import psutil
 import zmq
 
 from stretto.engine.loop import Core, CoreFactory, run_loop
@@ -35,6 +36,7 @@ from stretto.engine.messages import Command, Event
 from stretto.logs import set_up_logging
 
 PARENT_POLL_SECONDS = 1.0
+FOLDER = "stretto-"  # of the sockets, in the folder for temporary files; the front process's id follows
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -102,6 +104,14 @@ def _make_settled(factory: CoreFactory) -> Core:
     return core
 
 
+def sweep_folders() -> None:
+    """Removes the folders of front processes that were killed and could not remove them themselves."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}[0-9]*-*"):
+        pid = folder.name.removeprefix(FOLDER).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)) and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 class EngineProcess:
     """The parent's handle: starts the child, sends it commands, ends it.
 
@@ -109,7 +119,8 @@ class EngineProcess:
 
     def __init__(self, factory: CoreFactory, log_level: int = logging.INFO,
                  log_format: Literal["text", "json"] = "text"):
-        self._folder = Path(tempfile.mkdtemp(prefix="stretto-"))  # mode 0700
+        sweep_folders()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))  # mode 0700
         address = f"ipc://{self._folder}/engine"
         self.context = zmq.Context()
         self._commands = self.context.socket(zmq.PUSH)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stretto.engine import process
 from stretto.engine.client import EngineClient
 from stretto.engine.inprocess import InProcessEngine
 from stretto.engine.loop import run_loop
@@ -344,3 +346,15 @@ async def test_a_finished_request_frees_its_id_before_its_reader_has_read():
     await first.aclose()
     await second.aclose()
     assert len(sent) == 2  # finished requests are not aborted
+
+
+def test_folders_of_killed_servers_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Those of live processes, and whatever else lies in the folder for temporary files, stay."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    names = {f"stretto-{gone.pid}-ab": False, f"stretto-{os.getpid()}-cd": True, "stretto-notes": True, "other": True}
+    for name in names:
+        (tmp_path / name).mkdir()
+    process.sweep_folders()
+    assert {name: (tmp_path / name).exists() for name in names} == names
