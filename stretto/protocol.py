@@ -156,6 +156,7 @@ class Output(msgspec.Struct, array_like=True):
     prompt_logprobs: list[TokenLogprob] | None = None  # on the first output of choice 0
     error: str | None = None  # with finish_reason "error"
     error_code: str | None = None  # with `error`: the request could not be served as asked (see RequestError)
+    error_param: str | None = None  # with `error_code`: the field that is at fault
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):

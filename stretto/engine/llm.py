@@ -195,7 +195,7 @@ class LLM:
                     if not unfinished[output.rid]:
                         del unfinished[output.rid]
                 if output.finish_reason == "error" and output.error_code is not None:
-                    raise RequestError(output.error or "", code=output.error_code)
+                    raise RequestError(output.error or "", param=output.error_param, code=output.error_code)
                 if output.finish_reason == "error":
                     raise GenerationError(output.error or "the engine failed")
                 yield output

@@ -88,11 +88,10 @@ class HostHalf:
         sessions = self.sessions
         try:
             if isinstance(action, OpenSession):
-                sessions.open(action.sid, action.cache_salt, action.ttl, action.capacity)
-            elif isinstance(action, BranchSession):
-                sessions.branch(action.sid, action.new_sid, action.at)
-                return sessions.info(action.new_sid), []
-            elif isinstance(action, RewindSession):
+                return [sessions.shown(sessions.open(action.sid, action.cache_salt, action.ttl, action.capacity))], []
+            if isinstance(action, BranchSession):
+                return [sessions.shown(sessions.branch(action.sid, action.new_sid, action.at))], []
+            if isinstance(action, RewindSession):
                 sessions.rewind(action.sid, action.at)
             elif isinstance(action, CloseSession):
                 return self._close(action)

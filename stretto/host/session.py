@@ -129,9 +129,12 @@ class Sessions:
         """A new session on the first `n` ids of an idle one (None: all); shares its pages where it still has them."""
         session = self._open[sid]
         n = len(session.tokens) if n is None else n
-        if session.turn is not None or not 1 <= n <= len(session.tokens):
-            raise RequestError(f"session {sid!r} cannot branch at {n}: it must be idle and have that many ids ("
-                               f"{len(session.tokens)})", param="session_id", code=_busy(session))
+        _need_idle(session, "branched")
+        if not session.tokens:
+            raise RequestError(f"session {sid!r} has no history to branch yet: open a new one", param="branch_from")
+        if not 1 <= n <= len(session.tokens):
+            raise RequestError(f"offset is {n}; session {sid!r} can be branched at 1..{len(session.tokens)}, the number"
+                               " of its tokens", param="offset")
         child = self.open(new_sid, session.cache_salt, session.ttl, session.capacity)
         child.history, child.keeps = session.history.branch(n), session.keeps
         held = min(n, session.lease.lo) if session.lease is not None else 0
@@ -146,9 +149,10 @@ class Sessions:
     def rewind(self, sid: str, n: int) -> None:
         """The history's first `n` ids stay; of an idle session."""
         session = self._open[sid]
-        if session.turn is not None or not 0 <= n <= len(session.tokens):
-            raise RequestError(f"session {sid!r} cannot be rewound to {n}: it must be idle and have that many ids ("
-                               f"{len(session.tokens)})", param="session_id", code=_busy(session))
+        _need_idle(session, "rewound")
+        if not 0 <= n <= len(session.tokens):
+            raise RequestError(f"offset is {n}; session {sid!r} can be rewound to 0..{len(session.tokens)}, the number"
+                               " of its tokens", param="offset")
         tokens = session.tokens
         session.history.cut(n)
         session.proved = min(session.proved, n)
@@ -185,6 +189,10 @@ class Sessions:
         now = self._limits.clock()
         chosen = reversed(self._open.values()) if sid is None else [self._open[sid]]
         return [self._info(session, now) for session in chosen]
+
+    def shown(self, session: Session) -> SessionInfo:
+        """Of one that was just opened; however short it may live, it does not expire here."""
+        return self._info(session, self._limits.clock())
 
     def turns_of(self, sid: str) -> list[str]:
         """Ids of the requests that wait behind the live turn, last first, then of the live one."""
@@ -435,7 +443,7 @@ class Sessions:
                 self._start(session, request)
             except RequestError as error:
                 outputs.append(Output(request.rid, 0, [], "", ERROR, error=str(error),
-                                      error_code=error.code or "invalid_request"))
+                                      error_code=error.code or "invalid_request", error_param=error.param))
         if session.turn is None and session.closing:
             self._remove(session)
         return outputs
@@ -479,8 +487,10 @@ class Sessions:
             capacity=session.capacity)
 
 
-def _busy(session: Session) -> str | None:
-    return "session_busy" if session.turn is not None else None
+def _need_idle(session: Session, verb: str) -> None:
+    if session.turn is not None:
+        raise RequestError(f"session {session.sid!r} has a live turn and cannot be {verb} before it has ended: wait for"
+                           " it, or abort it", param="session_id", code="session_busy")
 
 
 def not_found(sid: str) -> RequestError:

@@ -96,7 +96,7 @@ def inference(service: Service) -> APIRouter:
 
         async def prepare() -> Generation:
             ids = await service.in_pool(_encode_all, service, prompts, body.add_special_tokens is not False)
-            return make_generation(service, request, body, ids, ignored, arrival)
+            return await make_generation(service, request, body, ids, ignored, arrival)
 
         async def whole(service: Service, generation: Generation):
             return await completion(service, generation, texts)

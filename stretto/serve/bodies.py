@@ -18,6 +18,7 @@ from stretto.serve.schemas import Body
 from stretto.serve.service import Service
 
 BodyT = TypeVar("BodyT", bound=Body)
+MAX_NESTING = 200  # lists and objects within each other; what is parsed here must be written again, on any thread
 LARGE = 64 * 1024  # bodies from this size on are parsed off the event loop
 _COMPONENT = "#/components/schemas/{model}"
 
@@ -25,6 +26,11 @@ _COMPONENT = "#/components/schemas/{model}"
 def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the request body is larger than {limit} bytes, which is this server's limit",
                     code="request_too_large")
+
+
+def _too_deep() -> ApiError:
+    return bad_request(f"the request body is nested too deeply: lists and objects may lie at most {MAX_NESTING} deep"
+                       " within each other", None, "invalid_json")
 
 
 async def read(request: Request, limit: int) -> bytes:
@@ -45,16 +51,30 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
     """Raises ApiError 400, naming the field where there is one."""
     try:
         data = msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, RecursionError, ValueError) as e:
+    except RecursionError:
+        raise _too_deep() from None
+    except (msgspec.MsgspecError, ValueError) as e:
         raise bad_request(f"the request body is not valid JSON: {e}", None, "invalid_json") from None
+    if not _shallow(raw, data):
+        raise _too_deep()
     if not isinstance(data, dict):
         raise bad_request(f"the request body must be a JSON object, not {type(data).__name__}", None, "invalid_json")
     try:
         return model.model_validate(data)
     except ValidationError as e:
         raise from_validation(e) from None
-    except RecursionError:
-        raise bad_request("the request body is nested too deeply", None, "invalid_json") from None
+
+
+def _shallow(raw: bytes, data: Any) -> bool:
+    """Nothing in `data` lies deeper than MAX_NESTING. Level by level, so that no stack grows with the depth."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_NESTING:
+        return True
+    level = [data] if isinstance(data, (list, dict)) else []
+    for _ in range(MAX_NESTING):
+        level = [value for container in level
+                 for value in (container.values() if isinstance(container, dict) else container)
+                 if isinstance(value, (list, dict))]
+    return not level
 
 
 async def read_body(service: Service, request: Request, model: type[BodyT]) -> BodyT:

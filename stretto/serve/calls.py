@@ -42,17 +42,20 @@ def check_generation(service: Service, body: Body) -> list[str]:
     return ignored
 
 
-def make_generation(service: Service, request: Request, body: GenerationBody, prompts: list[list[int]],
-                    ignored: list[str], arrival: float, continuation: list[int] | None = None) -> Generation:
-    """One call under the id that its client, its header or the server chose; the answer's header repeats it.
+async def make_generation(service: Service, request: Request, body: GenerationBody, prompts: list[list[int]],
+                          ignored: list[str], arrival: float, continuation: list[int] | None = None) -> Generation:
+    """One call under the id that its client, its header or the server chose; the answer's header repeats it, unless
+    the client named one in the header and another one in the body.
 
     `continuation`: the ids that an appended chat turn adds to its session's history."""
+    bad_words = await service.in_pool(service.reader.bad_words, body.bad_words) if body.bad_words else ()
     state = request.scope["state"]
     id = service.choose_id(body, state["request_id"])
-    if not state["request_id_given"]:
+    if body.request_id is None or not state["request_id_given"]:
         state["request_id"] = id
     reply = service.replies.plan(body, prompts[0])
-    generation = Generation(id, body, service.make_requests(id, body, prompts, arrival, reply), ignored, reply)
+    requests = service.make_requests(id, body, prompts, arrival, reply, bad_words)
+    generation = Generation(id, body, requests, ignored, reply)
     attach_session(request, generation, continuation, service.tokenizer.bos_token_id)
     return generation
 
@@ -62,7 +65,7 @@ async def prepare_chat(service: Service, request: Request, body: ChatRequest, ig
     """A chat turn, whichever API it came by: tokenised, and of its session if it names one. Raises ApiError."""
     ids = await service.in_pool(service.reader.chat, body)
     more = await service.in_pool(chat_continuation, service, body) if appends(body) else None
-    return make_generation(service, request, body, [ids], ignored, arrival, more)
+    return await make_generation(service, request, body, [ids], ignored, arrival, more)
 
 
 async def _in_words_of(names: Mapping[str, str], events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

@@ -20,7 +20,7 @@ MAX_ID_LENGTH = 256
 
 
 class RequestIds:
-    """X-Request-Id comes back as it came; else as the handler's choice, or a fresh id. It is `request_id` of the
+    """X-Request-Id comes back as it came, unless a live call has that id; else as the handler's choice, or a fresh id. It is `request_id` of the
     scope's state, and `request_id_given` says whether it came from the client."""
 
     def __init__(self, app: ASGIApp):

@@ -47,7 +47,7 @@ def native(service: Service) -> APIRouter:
 
         async def prepare() -> Generation:
             ids = await service.in_pool(call.encode)
-            return make_generation(service, request, call.completion, ids, ignored, arrival)
+            return await make_generation(service, request, call.completion, ids, ignored, arrival)
 
         return await answer(service, request, prepare, call.whole, call.events, _NAMES)
 

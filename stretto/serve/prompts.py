@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable
 from typing import Any
 
+from stretto.params import MAX_BAD_WORDS
 from stretto.serve.errors import bad_request, unsupported
 from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.schemas import ChatBody, ContentPart, Message
 
 CHARACTERS_PER_TOKEN = 16  # a prompt with fewer characters per token of context is always tokenised
-RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "conversation")
+MAX_BAD_WORD_CHARACTERS = 1024  # of one word: far more than those few tokens hold that it may have
+
+
+def _named_by(method: Callable[..., Any]) -> frozenset[str]:
+    """The parameters of a method, which no keyword of a client may name."""
+    return frozenset(name for name, parameter in inspect.signature(method).parameters.items()
+                     if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL))
+
+
+# of chat_template_kwargs; `tokenize` and `conversation` are parameters where others render the template
+RESERVED = _named_by(ServeTokenizer.apply_chat_template) | {"continue_final_message", "tokenize", "conversation"}
 
 
 class PromptReader:
@@ -19,6 +32,7 @@ class PromptReader:
     def __init__(self, tokenizer: ServeTokenizer, vocab_size: int, context: int):
         self.tokenizer, self.vocab_size, self.context = tokenizer, vocab_size, context
         self._longest_token: int | None = None
+        self._reserved = RESERVED | _named_by(type(tokenizer).apply_chat_template)
 
     # ---------------------------------------------------------------------------------------------------- text
     def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
@@ -32,14 +46,18 @@ class PromptReader:
         return [prompt] if type(prompt[0]) is int else prompt
 
     def bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as its ids, at the beginning of a text and behind a space."""
-        found: dict[tuple[int, ...], None] = {}
+        """Each word as its ids, at the beginning of a text and behind a space. All are checked before one is
+        tokenised."""
+        if len(words) > MAX_BAD_WORDS:
+            raise bad_request(f"bad_words has {len(words)} words; the limit is {MAX_BAD_WORDS}", "bad_words")
         for i, word in enumerate(words):
+            if len(word) > MAX_BAD_WORD_CHARACTERS:
+                raise bad_request(f"bad_words[{i}] has {len(word)} characters; the limit is {MAX_BAD_WORD_CHARACTERS}",
+                                  f"bad_words[{i}]")
             if not word.strip():
                 raise bad_request(f"bad_words[{i}] is empty", f"bad_words[{i}]")
-            for text in (word, f" {word.lstrip()}"):
-                found[tuple(self.tokenizer.encode(text, False))] = None
-        return tuple(found)
+        texts = dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}"))
+        return tuple(dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in texts))
 
     def _check_size(self, characters: int, param: str) -> None:
         """Refuses what cannot fit before it is tokenised, so that a huge text costs nothing."""
@@ -83,9 +101,9 @@ class PromptReader:
 
     def _template_options(self, body: ChatBody) -> dict[str, Any]:
         options = dict(body.chat_template_kwargs or {})
-        for name in RESERVED:
-            if name in options:
-                raise bad_request(f"chat_template_kwargs may not set {name!r}; it has a field of its own",
+        for name in options:
+            if name in self._reserved:
+                raise bad_request(f"chat_template_kwargs may not set {name!r}: the name is the server's",
                                   "chat_template_kwargs")
         if body.reasoning_effort not in (None, "none"):
             if "reasoning_effort" not in (self.tokenizer.chat_template or ""):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from stretto.serve.errors import ApiError, bad_request, refused
 from stretto.serve.schemas import ChatRequest, CompletionRequest, GenerationBody
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; chat has none
+_TOKEN_ID = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # whether the vocabulary has it is checked later
 _SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
               "min_tokens", "n", "seed", "ignore_eos", "skip_special_tokens", "prompt_logprobs")
 
@@ -40,11 +42,11 @@ def asked_logprobs(body: GenerationBody) -> int | None:
 
 
 def _biases(body: GenerationBody) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in (body.logit_bias or {}).items()}
-    except ValueError:
-        bad = next(token for token in body.logit_bias or {} if not token.lstrip("-").isdecimal())
-        raise bad_request(f"logit_bias has the key {bad[:64]!r}; keys are token ids", "logit_bias") from None
+    biases = body.logit_bias or {}
+    for token in biases:
+        if not _TOKEN_ID.fullmatch(token):
+            raise bad_request(f"logit_bias has the key {token[:64]!r}; keys are token ids", "logit_bias")
+    return {int(token): bias for token, bias in biases.items()}
 
 
 def _prompt_logprobs(body: GenerationBody) -> int | None:
@@ -95,6 +97,9 @@ def in_request_words(error: RequestError, body: GenerationBody) -> ApiError:
         names["prompt"] = "messages"
     elif isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
         names["prompt_logprobs"] = "logprobs"
+    if body.session is not None or body.session_params is not None:
+        holder = "session" if body.session_params is None else "session_params"
+        names |= {name: f"{holder}.{name}" for name in ("offset", "branch_from")}
     param, message = error.param, str(error)
     if param in names:
         if param != "prompt":  # there the word is meant as a word

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
 
 LARGEST_INT = 2**63 - 1  # what travels to the engine
 
@@ -364,7 +364,14 @@ class TraceBody(Body):
     num_steps: Annotated[Integer, Field(ge=1)] | None = None
 
 
-Seconds = Annotated[float, BeforeValidator(lambda v: float(v) if type(v) is int else v), Field(ge=0)]
+def _above_zero(value: float) -> float:
+    if value <= 0:
+        raise ValueError(f"must be above 0; it is {value:g}")
+    return value
+
+
+Seconds = Annotated[float, BeforeValidator(lambda v: float(v) if type(v) is int else v), AfterValidator(_above_zero),
+                    WithJsonSchema({"type": "number", "exclusiveMinimum": 0})]
 
 
 class SessionBody(Body):

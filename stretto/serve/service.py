@@ -21,7 +21,16 @@ from typing import TypeVar
 import msgspec
 
 from stretto.params import Grammar
-from stretto.protocol import AsyncEngine, EngineDead, EngineInfo, Output, Request, RequestError, Usage
+from stretto.protocol import (
+    AsyncEngine,
+    EngineDead,
+    EngineInfo,
+    Output,
+    Request,
+    RequestError,
+    TokenLogprob,
+    Usage,
+)
 from stretto.serve.errors import CLIENT_CLOSED, ApiError, bad_request, did_you_mean, model_not_found, unsupported
 from stretto.serve.grammars import INVALID, refused
 from stretto.serve.interfaces import ServeTokenizer
@@ -122,11 +131,11 @@ class Service:
         return http_id if http_id not in self._live else f"{http_id}-{uuid.uuid4().hex[:8]}"
 
     def make_requests(self, id: str, body: GenerationBody, prompts: list[list[int]], arrival: float,
-                      reply: ReplyPlan | None = None) -> list[Request]:
+                      reply: ReplyPlan | None = None, bad_words: tuple[tuple[int, ...], ...] = ()) -> list[Request]:
         """One engine request per prompt. Raises ApiError for what can be refused without the engine."""
         sampling = to_sampling(body, self.settings.default_sampling)
-        if body.bad_words or body.allowed_token_ids:
-            sampling = msgspec.structs.replace(sampling, bad_words=self.reader.bad_words(body.bad_words or []),
+        if bad_words or body.allowed_token_ids:
+            sampling = msgspec.structs.replace(sampling, bad_words=bad_words,
                                                allowed_token_ids=tuple(body.allowed_token_ids or ()))
         if reply is not None and (reply.grammar or reply.keep_special):
             skip = sampling.skip_special_tokens and not reply.keep_special
@@ -196,6 +205,9 @@ class Service:
                     async for index, output in merged:
                         clock.note(index, output)
                         _raise_failure(output)
+                        if output.prompt_logprobs is not None:
+                            output.prompt_logprobs = _of_every_new_token(generation.requests[index],
+                                                                         output.prompt_logprobs)
                         yield index, output
         except RequestError as e:
             raise in_request_words(e, generation.body) from e
@@ -233,11 +245,24 @@ def _check_id(id: str, param: str) -> None:
 
 def _raise_failure(output: Output) -> None:
     if output.finish_reason == "error" and output.error_code is not None:
-        raise RequestError(output.error or "", code=output.error_code)
+        raise RequestError(output.error or "", param=output.error_param, code=output.error_code)
     if output.finish_reason == "error":
         raise ApiError(500, f"the engine failed on this request: {output.error}", code="engine_error")
     if output.finish_reason == "abort":
         raise ApiError(CLIENT_CLOSED, "the request was aborted", code="request_aborted")
+
+
+def _of_every_new_token(request: Request, scores: list[TokenLogprob]) -> list[TokenLogprob]:
+    """The prompt's scores with an entry for its first token, which has none. Behind the history of a session the
+    engine scores what follows the first new token alone:
+
+        history | first new  second new  third new
+                              score       score"""
+    turn = request.session
+    if turn is None or turn.mode != "append" or (scores and scores[0].logprob is None):
+        return scores
+    new = request.tokens if turn.continuation is None else turn.continuation  # of which a joined id may be left out
+    return [TokenLogprob(new[-len(scores) - 1], None, [], []), *scores]
 
 
 async def _merge(streams: list[AsyncIterator[Output]]) -> AsyncGenerator[tuple[int, Output], None]:

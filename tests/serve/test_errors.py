@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import json
 import resource
+import threading
 from typing import Any
 
 import pytest
 
+from stretto.serve.bodies import LARGE, MAX_NESTING
+from stretto.serve.prompts import RESERVED
+from stretto.text.tokenizer import Tokenizer
 from tests.serve.conftest import Api, make_api
-from tests.serve.fakes import VOCAB
+from tests.serve.fakes import VOCAB, ByteTokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -34,6 +41,30 @@ def check_shape(answer, status: int, param: str | None = None, code: str | None 
 async def test_case_15_09_broken_json(api: Api, path: str, body: bytes):
     answer = await api.http.post(path, content=body)
     check_shape(answer, 400)
+
+
+ROUTES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HELLO}, TEXT: {"prompt": "x"}, "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": HELLO}, "/v1/messages/count_tokens": {"messages": HELLO}, "/generate": {"text": "x"},
+    "/tokenize": {"prompt": "x"}}
+
+
+@pytest.mark.parametrize("size", [0, LARGE], ids=["small", "large"])  # a large body is read on another thread
+@pytest.mark.parametrize("path", ROUTES)
+async def test_case_15_09_nesting_has_one_limit(api: Api, path: str, size: int):
+    """However deep, the answer is the same on every thread; what is let in can be written out again."""
+    limits = {} if path in ("/generate", "/tokenize") else {"max_output_tokens" if "responses" in path else
+                                                            "max_tokens": 1}
+    for field in ("metadata", "x"):
+        for depth in (MAX_NESTING - 2, MAX_NESTING - 1, 500, 960, 975, 990):
+            body = json.dumps(ROUTES[path] | limits | {"pad": "x" * size})
+            deep = f', "{field}": {{"deep": {"[" * depth}{"]" * depth}}}}}'
+            answer = await api.http.post(path, content=body[:-1] + deep)
+            if depth <= MAX_NESTING - 2:
+                assert answer.status_code == 200, answer.text[:300]
+                continue
+            assert answer.status_code == 400, answer.text[:300]
+            assert answer.json()["error"]["code"] == "invalid_json" and "200" in answer.json()["error"]["message"]
 
 
 TABLE: list[tuple[str, dict[str, Any], str]] = [
@@ -76,6 +107,12 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"request_id": "a\nb"}, "request_id"), ({"request_id": "ä"}, "request_id"),
     ({"request_id": "x" * 300}, "request_id"),
     ({"bad_words": [""]}, "bad_words[0]"), ({"bad_words": "x"}, "bad_words"),
+    ({"bad_words": ["x"] * 257}, "bad_words"), ({"bad_words": ["a", "x" * 1025]}, "bad_words[1]"),
+    ({"bad_words": ["x" * 33]}, "bad_words"),
+    ({"logit_bias": {"--5": 1}}, "logit_bias"), ({"logit_bias": {"5" * 5000: 1}}, "logit_bias"),
+    ({"logit_bias": {"-": 1}}, "logit_bias"), ({"logit_bias": {"1_0": 1}}, "logit_bias"),
+    ({"logit_bias": {" 1": 1}}, "logit_bias"), ({"logit_bias": {"\u0661": 1}}, "logit_bias"),
+    ({"logit_bias": {"05": 1}}, "logit_bias"),
     ({"allowed_token_ids": [VOCAB]}, "allowed_token_ids"), ({"allowed_token_ids": ["x"]}, "allowed_token_ids"),
     ({"allowed_token_ids": [1], "regex": "a"}, "allowed_token_ids"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"), ({"ignore_eos": 1}, "ignore_eos"),
@@ -130,11 +167,51 @@ async def test_values_that_ask_for_nothing_are_fine(api: Api, fields: dict):
     ({"max_tokens": None, "max_completion_tokens": -5}, "max_completion_tokens"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
+    *(({"chat_template_kwargs": {name: None}}, "chat_template_kwargs") for name in sorted(RESERVED)),
     ({"reasoning_effort": "high"}, "reasoning_effort"), ({"continue_final_message": True}, "continue_final_message"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
 ], ids=str)
 async def test_chat_fields_name_the_field(api: Api, fields: dict, param: str):
     assert param in check_shape(await api.chat(**fields), 400, param)
+
+
+def test_no_parameter_of_the_tokenizers_can_be_set_by_a_client():
+    for tokenizer in (Tokenizer, ByteTokenizer):
+        for method in (tokenizer.apply_chat_template, getattr(tokenizer, "render_chat_template", None)):
+            names = inspect.signature(method).parameters if method is not None else {}
+            assert set(names) - {"kwargs"} <= RESERVED
+
+
+async def test_bad_words_are_tokenised_off_the_event_loop():
+    seen: list[threading.Thread] = []
+
+    class Watched(ByteTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            if "forbidden" in text:
+                seen.append(threading.current_thread())
+            return super().encode(text, add_special_tokens)
+
+    async with make_api(tokenizer=Watched()) as api:
+        for call in (api.chat, api.complete):
+            assert (await call("say:a", bad_words=["forbidden"])).status_code == 200
+        generated = await api.http.post("/generate", json={"text": "a", "sampling_params": {
+            "bad_words": ["forbidden"], "max_new_tokens": 1}})
+        assert generated.status_code == 200 and len(seen) == 6  # each word twice: behind a space as well
+        assert threading.main_thread() not in seen
+        seen.clear()
+        for words in (["forbidden"] * 257, ["forbidden", "x" * 1025], ["forbidden", " "]):
+            check_shape(await api.chat(bad_words=words), 400)
+        assert not seen  # checked before anything is tokenised
+
+
+async def test_a_request_id_in_use_is_made_unique_and_told(api: Api):
+    async def call() -> Any:
+        return await api.http.post(CHAT, json={"messages": HELLO, "max_tokens": 200}, headers={"X-Request-Id": "same"})
+
+    answers = await asyncio.gather(call(), call())
+    ids = {answer.headers["x-request-id"] for answer in answers}
+    assert ids == {answer.json()["id"].removeprefix("chatcmpl-") for answer in answers}
+    assert len(ids) == 2 and "same" in ids
 
 
 # ------------------------------------------------------------------------------------------------------ section 16
@@ -275,6 +352,9 @@ async def test_request_ids(api: Api):
     assert len(fresh) == 32
     answer = await api.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}, headers={"X-Request-Id": "abc-2"})
     assert answer.headers["x-request-id"] == "abc-2" and answer.json()["id"] == "chatcmpl-abc-2"
+    both = await api.http.post(CHAT, headers={"X-Request-Id": "abc-3"}, json={
+        "messages": HELLO, "max_tokens": 1, "request_id": "body-3"})
+    assert both.headers["x-request-id"] == "abc-3" and both.json()["id"] == "chatcmpl-body-3"
     own = await api.chat(request_id="mine")
     assert own.headers["x-request-id"] == "mine" and own.json()["id"] == "chatcmpl-mine"
     plain = await api.chat()

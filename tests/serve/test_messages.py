@@ -90,6 +90,22 @@ async def test_errors_have_that_apis_shape(api: Api, fields: dict, words: str):
         assert body["request_id"] == answer.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("fields, param", [
+    *(({"output_config": value}, "output_config") for value in (3, "x", [], [1], True, {"format": 3})),
+    *(({"output_format": value}, "output_format") for value in (3, "x", [1], True)),
+    *(({"tools": [{"name": "f"}], "tool_choice": {"type": value}}, "tool_choice.type")
+      for value in ([], ["auto"], {}, {"a": []}, 3, None, True)),
+    *(({"tools": [{"name": "f"}], "tool_choice": value}, "tool_choice") for value in (3, "auto", [[]])),
+    *(({"tools": [{"type": value}]}, "tools[0].type") for value in ([], {}, 3)),
+    *(({"thinking": value}, "thinking") for value in (3, "x", [1])),
+    *(({"messages": [{"role": value, "content": "x"}]}, "messages[0].role") for value in ([], {}, 3, None)),
+], ids=str)
+async def test_case_15_09_odd_types_of_inner_fields_are_named(api: Api, path: str, fields: dict, param: str):
+    answer = await api.http.post(path, json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 2} | fields)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
 async def test_a_stream_that_breaks_ends_with_an_error_event():
     async with make_served(CoreOptions(step_seconds=0.01, max_model_len=100_000)) as api:
         parts: list[bytes] = []

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from stretto.serve.native import SAMPLING
+from stretto.serve.schemas import GenerationBody
 from tests.serve.conftest import Api, events, make_api
 from tests.serve.fakes import CoreOptions
 
+RENAMED = {theirs: ours for ours, theirs in SAMPLING.items()}
+ANY_VALUE = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 
 async def generate(api: Api, **fields: Any):
     return await api.http.post("/generate", json=fields)
@@ -79,6 +83,20 @@ async def test_refusals(api: Api, fields: dict, param: str):
     for stream in (False, True):
         answer = await generate(api, **fields, stream=stream)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+@pytest.mark.parametrize("name", sorted(set(GenerationBody.model_fields) - ANY_VALUE))
+async def test_case_15_09_a_sampling_parameter_of_a_wrong_type_is_named(api: Api, name: str):
+    """Of no field is a list of objects a value; and these are none of ids and strings."""
+    values: list[Any] = [[{"a": 1}], *([5, True, 1.5, "x", {}, [True], [1.5], [None]] if "token_ids" in name and
+                                      not name.startswith("return") else [])]
+    for value in values:
+        answer = await generate(api, text="a", sampling_params={name: value})
+        if name in ("model", "stream", "priority", "request_id"):  # they have their place beside sampling_params
+            assert answer.status_code == 200
+            continue
+        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(RENAMED.get(name, name)), (
+            value, answer.text)
 
 
 async def test_the_id_is_the_clients(api: Api):
