@@ -48,7 +48,7 @@ def drafter_of(cell: Cell, model: CausalModel, answers: list[list[int]]) -> Scri
 
 
 def check_cell(cell: Cell, model: CausalModel, answers: list[list[int]]) -> None:
-    """Two waves of the same prompts, the second while the first still decodes."""
+    """Two waves of the same prompts, the second while the first still decodes; then one of them once more."""
     core = make_core(model, page_size=cell["page"], overlap=cell["overlap"], prefix_cache=cell["prefix"],
                      chunk=cell["chunk"] or 256, budget=max(16, cell["chunk"]) if cell["chunk"] else 1024,
                      cap_policy=cell["policy"], drafter=drafter_of(cell, model, answers), poison=True)
@@ -60,7 +60,10 @@ def check_cell(cell: Cell, model: CausalModel, answers: list[list[int]]) -> None
     for i, prompt in enumerate(PROMPTS[3:] + PROMPTS[:3]):
         run.submit(f"b{(i + 3) % 6}", prompt, greedy(NEW))
     run.finish()
+    run.submit("again", PROMPTS[1], greedy(NEW))  # alone, with everything of before in the cache
+    run.finish()
     core.close()
+    assert run.ids("again") == answers[1]
     for i, answer in enumerate(answers):
         for wave in "ab" if i < 3 else "b":
             assert run.ids(f"{wave}{i}") == answer, (wave, i)
@@ -71,8 +74,8 @@ def check_cell(cell: Cell, model: CausalModel, answers: list[list[int]]) -> None
 def check_counters(cell: Cell, run: Run) -> None:
     counters = run.counters
     assert counters["mixed_steps"] > 0 and counters["tail_rows"] > 0
-    if not cell["prefix"] or cell["page"] < 64:  # whether a page of 64 is full in time depends on the chunks
-        assert (counters["cached_tokens"] > 0) == cell["prefix"]
+    again = run.outputs["again", 0][-1].usage
+    assert again is not None and (again.cached_tokens > 0) == (cell["prefix"] and cell["page"] <= 64)
     assert (counters["drafted"] > 0) == (cell["drafts"] != "none")
     if cell["drafts"] == "right":
         assert counters["accepted"] > 0.8 * counters["drafted"]
