@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from stretto.protocol import Output, TokenLogprob, Usage
 from stretto.serve.answers import FINGERPRINT, Wants, collect
-from stretto.serve.logprobs import CompletionLogprobs, LogprobShaper, OffsetCounter, PromptLogprob
+from stretto.serve.logprobs import CompletionLogprobs, LogprobShaper, OffsetCounter, Part, PromptLogprob
 from stretto.serve.schemas import CompletionRequest
 from stretto.serve.service import Generation, Service, total_usage
 from stretto.serve.streaming import DONE, event
@@ -53,6 +53,8 @@ class _Maker:
         self.service, self.generation, self.body, self.texts = service, generation, generation.body, texts
         self.wants = Wants.of(generation.body, generation.body.logprobs is not None)
         self.echo = bool(generation.body.echo)
+        self.special: frozenset[int] = getattr(service.tokenizer, "special_ids", frozenset())
+        self.silent = self.special if generation.body.skip_special_tokens is not False else frozenset()
         self.shaper = LogprobShaper(service.token_bytes, self.wants.ids_as_names)
         self.offsets: defaultdict[tuple[int, int], OffsetCounter] = defaultdict(OffsetCounter)
         self.usages: dict[tuple[int, int], Usage] = {}
@@ -62,11 +64,22 @@ class _Maker:
 
     def prompt_text(self, prompt: int) -> str:
         """The prompt as it was given; of ids, what they decode to."""
-        text = self.texts[prompt]
-        if text is None or self.body.truncate_prompt_tokens:
-            skip = self.body.skip_special_tokens is not False
-            text = self.service.tokenizer.decode(self.generation.requests[prompt].tokens, skip)
-        return text
+        given = self.given_text(prompt)
+        if given is not None:
+            return given
+        skip = self.body.skip_special_tokens is not False
+        return self.service.tokenizer.decode(self.generation.requests[prompt].tokens, skip)
+
+    def given_text(self, prompt: int) -> str | None:
+        """None where the prompt came as ids, or was cut."""
+        return None if self.body.truncate_prompt_tokens else self.texts[prompt]
+
+    def silent_in_prompt(self, prompt: int) -> frozenset[int]:
+        """Ids of the prompt that are not in its text: of a given text, those that the tokenizer has added."""
+        given = self.given_text(prompt)
+        if given is None:
+            return self.silent
+        return frozenset(i for i in self.special if self.service.token_text(i) not in given)
 
     def choice(self, prompt: int, index: int, text: str, scores: list[TokenLogprob], ids: list[int],
                prompt_scores: list[TokenLogprob] | None, first: bool) -> CompletionChoice:
@@ -75,9 +88,11 @@ class _Maker:
         echoed = first and self.echo
         logprobs = None
         if self.wants.logprobs and (scores or echoed):
-            entries = [*(prompt_scores or []), *scores] if echoed else scores
-            limited = _limited(entries, self.body.logprobs or 0)
-            logprobs = self.shaper.completion(limited, self.offsets[prompt, index])
+            most = self.body.logprobs or 0
+            parts: list[Part] = [(_limited(scores, most), self.silent)]
+            if echoed:
+                parts.insert(0, (_limited(prompt_scores or [], most), self.silent_in_prompt(prompt)))
+            logprobs = self.shaper.completion(parts, self.offsets[prompt, index])
         out = CompletionChoice(prompt * self.generation.choices + index,
                                self.prompt_text(prompt) + text if echoed else text, logprobs, None)
         if self.wants.ids:

@@ -6,7 +6,7 @@ JSON knows no infinity: what is less likely than FLOOR is reported as FLOOR, whi
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import msgspec
 
@@ -14,6 +14,7 @@ from stretto.protocol import TokenLogprob
 
 FLOOR = -9999.0
 TokenBytes = Callable[[int], bytes]
+Part = tuple[Sequence[TokenLogprob], Container[int]]  # entries, and which ids are left out of their text
 
 
 class TopLogprob(msgspec.Struct):
@@ -81,11 +82,12 @@ class LogprobShaper:
             content.append(ChatTokenLogprob(self.name(e.token_id), logprob, list(self._bytes(e.token_id)), top))
         return ChatLogprobs(content)
 
-    def completion(self, entries: Sequence[TokenLogprob], offsets: OffsetCounter) -> CompletionLogprobs:
+    def completion(self, parts: Sequence[Part], offsets: OffsetCounter) -> CompletionLogprobs:
+        """The entries of all parts in one."""
         out = CompletionLogprobs()
-        for e in entries:
+        for e, silent in ((entry, silent) for entries, silent in parts for entry in entries):
             out.tokens.append(self.name(e.token_id))
-            out.text_offset.append(offsets.step(self._bytes(e.token_id)))
+            out.text_offset.append(offsets.step(b"" if e.token_id in silent else self._bytes(e.token_id)))
             if e.logprob is None:  # the first token of a prompt
                 out.token_logprobs.append(None)
                 out.top_logprobs.append(None)

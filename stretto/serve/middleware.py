@@ -20,8 +20,9 @@ MAX_ID_LENGTH = 256
 
 
 class RequestIds:
-    """X-Request-Id comes back as it came, unless a live call has that id; else as the handler's choice, or a fresh id. It is `request_id` of the
-    scope's state, and `request_id_given` says whether it came from the client."""
+    """X-Request-Id comes back as it came, unless a live call has that id: then as the id that was made of it. Where
+    none came it is the handler's choice, or a fresh id. It is `request_id` of the scope's state, and
+    `request_id_given` says whether it came from the client."""
 
     def __init__(self, app: ASGIApp):
         self.app = app

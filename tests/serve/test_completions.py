@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.serve.conftest import Api, events, make_api
-from tests.serve.fakes import BOS, CoreOptions
+from tests.serve.fakes import BOS, IM_START, CoreOptions
 
 
 @pytest.mark.parametrize("prompt, choices", [("ab", 1), (["ab", "cd"], 2), ([97, 98], 1), ([[97, 98], [99]], 2)])
@@ -69,6 +69,18 @@ async def test_tokens_that_are_part_of_a_character(api: Api):
     lists = answer["choices"][0]["logprobs"]
     assert lists["tokens"] == ["bytes:\\xf0", "bytes:\\x9f", "bytes:\\x99", "bytes:\\x82", "</s>"]
     assert lists["text_offset"] == [0, 0, 0, 0, 1] and answer["choices"][0]["text"] == "🙂"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+async def test_offsets_point_into_the_text(api: Api, skip: bool):
+    """Also behind tokens that the text leaves out: those that the tokenizer adds, and special ones of ids."""
+    for prompt in ("ab", [BOS, 97, 98], [97, IM_START, 98]):
+        choice = (await api.complete(prompt, echo=True, logprobs=0, skip_special_tokens=skip)).json()["choices"][0]
+        lists, text = choice["logprobs"], choice["text"]
+        ends = [*lists["text_offset"][1:], len(text)]
+        for name, at, end in zip(lists["tokens"], lists["text_offset"], ends, strict=True):
+            left_out = name.startswith("<") and (skip or prompt == "ab")
+            assert text[at:end] == ("" if left_out else name)
 
 
 async def test_default_max_tokens_is_openais(api: Api):

@@ -27,12 +27,23 @@ MESSAGES = st.lists(st.fixed_dictionaries(
 PROMPTS = st.one_of(VALUES, st.text(max_size=20), st.lists(st.integers(-1, 300), max_size=5))
 
 
+KEYED: dict[str, st.SearchStrategy] = {  # fields whose keys mean something
+    "logit_bias": st.dictionaries(st.from_regex(r"[-+ 0-9_]{0,6}", fullmatch=True) | st.text(max_size=3), SCALARS,
+                                  max_size=3),
+    "chat_template_kwargs": st.dictionaries(
+        st.sampled_from(["self", "messages", "tools", "args", "kwargs", "bos_token", "variables"])
+        | st.text(max_size=5),
+        VALUES, max_size=2),
+    "bad_words": st.lists(st.text(max_size=40) | st.just("x" * 2000), max_size=3)}
+
+
 def bodies(model: Any, prompt: dict[str, st.SearchStrategy]) -> st.SearchStrategy[dict]:
     """Bodies with a plausible prompt and a few known fields of wild values."""
     names = sorted(set(model.model_fields) - set(prompt) - {"model"})
     fields = st.dictionaries(st.sampled_from(names) | st.text(max_size=5), VALUES, max_size=4)
-    return st.tuples(fields, st.fixed_dictionaries(prompt), st.integers(1, 5)).map(
-        lambda parts: {"max_tokens": parts[2]} | parts[0] | parts[1])
+    keyed = st.fixed_dictionaries({}, optional={name: KEYED[name] for name in KEYED})
+    return st.tuples(fields, st.fixed_dictionaries(prompt), st.integers(1, 5), keyed | st.just({})).map(
+        lambda parts: {"max_tokens": parts[2]} | parts[0] | parts[1] | parts[3])
 
 
 CALLS = st.lists(st.one_of(
@@ -74,7 +85,8 @@ TRANSLATED = st.lists(st.one_of(
         bodies(GenerateRequest, {}), st.fixed_dictionaries({}, optional={
             "text": PROMPTS, "input_ids": PROMPTS, "sampling_params": st.dictionaries(
                 st.sampled_from(["max_new_tokens", "stop", "stop_token_ids", "n", "top_k", "logprobs", "prompt",
-                                 "model", "stream", "regex"]), VALUES)})).map(lambda parts: parts[0] | parts[1])),
+                                 "model", "stream", "regex"]) | st.sampled_from(sorted(CompletionRequest.model_fields)),
+                VALUES), **KEYED})).map(lambda parts: parts[0] | parts[1])),
     st.tuples(st.just("/start_profile"), st.dictionaries(st.just("num_steps"), VALUES))), min_size=1, max_size=12)
 
 

@@ -260,6 +260,101 @@ async def test_refusals(talk: Talker):
     assert code(await talk.api.http.post("/v1/sessions", json={"session_id": "s"})) == (409, "session_exists")
 
 
+def field(answer: httpx.Response) -> tuple[int, str, str]:
+    error = answer.json()["error"]
+    return answer.status_code, error["param"], error["message"]
+
+
+async def test_a_refused_turn_names_the_field_of_the_request(talk: Talker):
+    history = len(FIRST + ids(await talk.append("s", FIRST)))
+    status, param, message = field(await talk.append("s", SECOND, offset=99))
+    assert (status, param) == (400, "session.offset") and message.startswith("session.offset is 99")
+    assert str(history) in message
+    sglang = await talk.api.http.post("/generate", json={"input_ids": SECOND, "session_params": {
+        "id": "s", "offset": 99}})
+    assert field(sglang)[:2] == (400, "session_params.offset")
+    made = await talk.api.http.post("/v1/sessions", json={"session_id": "empty"})
+    assert made.status_code == 200
+    assert field(await talk.append("child", SECOND, branch_from="empty"))[:2] == (400, "session.branch_from")
+    for body, param in (({"branch_from": "s", "offset": 99}, "offset"), ({"branch_from": "empty"}, "branch_from")):
+        assert field(await talk.api.http.post("/v1/sessions", json=body))[:2] == (400, param)
+    status, param, message = field(await talk.api.http.post("/v1/sessions/s/rewind", json={"offset": 99}))
+    assert (status, param) == (400, "offset") and str(history) in message and "live turn" not in message
+
+
+async def test_a_turn_that_is_refused_after_it_has_waited_names_the_field(talk: Talker):
+    """And a busy session says that it is busy, whatever the offset."""
+    live = asyncio.create_task(talk.append("s", FIRST, 100))
+    while not (found := (await talk.api.http.get("/v1/sessions")).json()["data"]) or found[0]["state"] == "idle":
+        await asyncio.sleep(0.001)
+    waits = [asyncio.create_task(talk.append("s", [9] * 200)),
+             asyncio.create_task(talk.append("s", SECOND, offset=9999)),
+             asyncio.create_task(talk.api.chat("x" * 150, session_id="s", session={"mode": "append"}))]
+    while (await talk.shown("s"))["waiting"] < 3:
+        await asyncio.sleep(0.001)
+    for offset in (1, 9999):
+        answer = await talk.api.http.post("/v1/sessions/s/rewind", json={"offset": offset})
+        assert code(answer) == (409, "session_busy") and "live turn" in field(answer)[2]
+        assert "0.." not in field(answer)[2]
+    branch = await talk.api.http.post("/v1/sessions", json={"branch_from": "s"})
+    assert code(branch) == (409, "session_busy")
+    assert len(ids(await live)) == 100
+    long, cut, chat = [field(await one)[:2] for one in waits]
+    assert (long, cut, chat) == ((400, "prompt"), (400, "session.offset"), (400, "messages"))
+
+
+@pytest.mark.parametrize("path, name", [("/v1/sessions", "ttl"), ("/open_session", "timeout")])
+async def test_a_session_has_time(talk: Talker, path: str, name: str):
+    for value in (0, 0.0, -1):
+        status, param, message = field(await talk.api.http.post(path, json={"session_id": "s0", name: value}))
+        assert (status, param) == (400, name) and f"{name}: must be above 0" in message
+    made = await talk.api.http.post(path, json={"session_id": "s0", name: 1e-9})  # gone before the answer is read
+    assert made.status_code == 200 and (await talk.api.http.get("/v1/sessions/s0")).status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("bos", [False, True])
+async def test_an_appended_turn_echoes_every_new_token(talk: Talker, stream: bool, bos: bool):
+    """Of its first one, whose logits were computed in the turn before, there is no log-probability."""
+    async def turn(prompt: str) -> dict[str, Any]:
+        answer = await talk.api.complete(prompt, max_tokens=3, temperature=0, ignore_eos=True, echo=True, logprobs=1,
+                                         prompt_logprobs=1, session_id="s", session={"mode": "append"},
+                                         add_special_tokens=bos, stream=stream)
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            return answer.json()["choices"][0]
+        chunks = [chunk["choices"][0] for chunk in events(answer.text)[:-1]]
+        merged = {"text": "".join(chunk["text"] for chunk in chunks), "prompt_logprobs": chunks[0]["prompt_logprobs"]}
+        lists = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
+        return merged | {"logprobs": {name: [x for one in lists for x in one[name]] for name in lists[0]}}
+
+    for at, prompt in enumerate(("abc def", " ghi jkl", "x")):
+        choice = await turn(prompt)
+        lists, head = choice["logprobs"], (["<s>"] if bos and at == 0 else [])
+        assert lists["tokens"][:-3] == [*head, *prompt] and choice["text"].startswith(prompt)
+        assert lists["text_offset"][: len(head) + len(prompt)] == [0] * len(head) + list(range(len(prompt)))
+        assert lists["token_logprobs"][0] is None and lists["top_logprobs"][0] is None
+        assert None not in lists["token_logprobs"][1:]
+        assert {len(values) for values in lists.values()} == {len(head) + len(prompt) + 3}
+        assert len(choice["prompt_logprobs"]) == len(head) + len(prompt) and choice["prompt_logprobs"][0] is None
+
+
+@pytest.mark.parametrize("messages", [1, 2])
+async def test_other_apis_score_every_new_token(talk: Talker, messages: int):
+    for at in range(2):
+        answer = await talk.api.http.post("/generate", json={
+            "input_ids": SECOND[:messages], "session_params": {"id": "g"}, "return_logprob": True,
+            "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 2}} if at else {
+            "input_ids": FIRST, "session_id": "g", "sampling_params": {"max_new_tokens": 2}})
+    scores = answer.json()["meta_info"]["input_token_logprobs"]
+    assert [token for _, token, _ in scores] == SECOND[:messages]
+    assert [value is None for value, _, _ in scores] == [True] + [False] * (messages - 1)
+    for _ in range(2):
+        chat = await talk.api.chat("hi", session_id="c", session={"mode": "append"}, prompt_logprobs=0, max_tokens=2)
+        found = chat.json()["prompt_logprobs"]
+        assert found[0] is None and None not in found[1:]
+
+
 async def test_capacity_and_expiry(oracle: Oracle):
     now = [0.0]
     async with talking(oracle, max_sessions=2, session_ttl=50.0, clock=lambda: now[0]) as talk:
