@@ -1,6 +1,7 @@
 """Grammars on the host: compiled in the background, one matcher a turn, and the late mask of a step.
 
-    submit      the grammar goes to a thread; its turn waits in the queue, others pass it
+    submit      the grammar goes to a thread, which builds it and makes its first mask; its turn waits in the queue,
+                others pass it
     result N    the turn's matcher takes the emitted ids; where the grammar ends, so does the turn
     mask N+1    for each position of each window: what may follow, the drafts offered before it taken as given.
                 The device runs the forward pass of step N+1 meanwhile.
@@ -20,20 +21,19 @@ from llguidance import LLMatcher, LLTokenizer
 
 from stretto.host.faults import HostFault
 from stretto.params import Grammar
-from stretto.text.grammar import LIMITS, GrammarError, check_grammar, definition
+from stretto.text.grammar import GrammarError, compiled, definition, fault_of, is_dead
 from stretto.text.masks import is_dead_end
 
 COMPILE_THREADS = 2
 COMPILE_SECONDS = 20.0  # from submission on
 CACHED = 256  # compiled grammars
-_TOO_COMPLEX = {"ParserTooComplex": "its parser", "LexerTooComplex": "its lexer"}
 
 
 class GrammarState:
     """A turn's place in its grammar: the ids of the turn that were delivered, and the drafts offered after them."""
 
-    def __init__(self, compiled: Future[LLMatcher]):
-        self._compiled, self._deadline = compiled, time.monotonic() + COMPILE_SECONDS
+    def __init__(self, waiting: Future[LLMatcher]):
+        self._compiled, self._deadline = waiting, time.monotonic() + COMPILE_SECONDS
         self._matcher: LLMatcher | None = None
         self.offered: tuple[int, list[int]] = (-1, [])  # epoch, ids: as the device last reported them
 
@@ -85,12 +85,11 @@ class GrammarState:
 
     def error(self) -> GrammarError | None:
         """Why nothing can follow, where nothing can."""
-        if reason := _TOO_COMPLEX.get(self.matcher.stop_reason()):
-            return GrammarError(f"the grammar exceeds the limits of {reason} at this point of the answer: simplify it")
-        fault = self.matcher.get_error().partition("\n")[0]
-        if fault.startswith("NoExtension") or (not fault and is_dead_end(self.matcher)):
+        fault = fault_of(self.matcher)
+        empty = fault is None and is_dead_end(self.matcher)
+        if empty or is_dead(self.matcher):
             return GrammarError("the grammar leaves no token that could continue, or end, the answer here")
-        return GrammarError(f"the grammar fails here: {fault}") if fault else None
+        return None if fault is None else GrammarError(fault)
 
 
 class Grammars:
@@ -105,25 +104,21 @@ class Grammars:
 
     def state(self, grammar: Grammar) -> GrammarState:
         """Starts to compile, if need be. Raises GrammarError for what is wrong at first sight."""
-        compiled = self._cache.get(grammar)
-        if compiled is None or (compiled.done() and compiled.exception() is not None):
-            text = definition(grammar)
+        waiting = self._cache.get(grammar)
+        if waiting is None or (waiting.done() and waiting.exception() is not None):
+            definition(grammar)
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
-            self._cache[grammar] = compiled = self._pool.submit(self._compile, grammar, text)
+            self._cache[grammar] = waiting = self._pool.submit(self._compile, grammar)
             if len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(grammar)
-        return GrammarState(compiled)
+        return GrammarState(waiting)
 
-    def _compile(self, grammar: Grammar, text: str) -> LLMatcher:
+    def _compile(self, grammar: Grammar) -> LLMatcher:
         with self._lock:
             self._built = self._built or self._tokens()
-        matcher = LLMatcher(self._built, text, log_level=0, limits=LIMITS)
-        if matcher.is_error():
-            check_grammar(grammar, self._built)  # names the place
-            raise GrammarError(matcher.get_error())
-        return matcher
+        return compiled(grammar, self._built)
 
     def close(self) -> None:
         if self._pool is not None:

@@ -29,7 +29,7 @@ class Asked(NamedTuple):
 def asked_grammar(body: GenerationBody) -> Asked | None:
     """None where any text will do. Raises ApiError."""
     found = [asked for name, read in _FIELDS.items()
-             if (value := getattr(body, name, None)) not in (None, "", {}, [])
+             if (value := getattr(body, name, None)) is not None  # an empty one is asked for, too
              and (asked := read(name, value)) is not None]
     if len(found) > 1:
         raise bad_request(f"{found[0].param} and {found[1].param} both say what the answer must look like; give one",

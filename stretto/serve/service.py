@@ -210,7 +210,7 @@ class Service:
                                                                          output.prompt_logprobs)
                         yield index, output
         except RequestError as e:
-            raise in_request_words(e, generation.body) from e
+            raise in_request_words(_with_grammars_field(e, generation), generation.body) from e
         finally:
             clock.end()
 
@@ -241,6 +241,14 @@ def _duplicate(id: str) -> ApiError:
 def _check_id(id: str, param: str) -> None:
     if not 0 < len(id) <= MAX_ID_LENGTH or not id.isascii() or not id.isprintable():
         raise bad_request(f"{param} must have 1 to {MAX_ID_LENGTH} printable ASCII characters", param)
+
+
+def _with_grammars_field(error: RequestError, generation: Generation) -> RequestError:
+    """The engine knows of one grammar; the client is told which of its fields asked for it."""
+    if error.code != INVALID and error.param != "grammar":
+        return error
+    checks = generation.reply.checks
+    return RequestError(str(error), param=checks[0].param if checks else "tools", code=INVALID)
 
 
 def _raise_failure(output: Output) -> None:

@@ -9,24 +9,30 @@
     structural_tag    {"structures": [{"begin", "schema", "end"}], "triggers": [...]}: free text with constrained parts
     llguidance        {"grammars": [...]}, llguidance's own form
 
-What is compiled is bounded by llguidance's fuel, a count of work, so the same grammar is refused everywhere and always.
+What is compiled, and each mask that is made, is bounded by llguidance's fuel, a count of work, so the same grammar is
+refused everywhere and always; what its fuel does not count is bounded by `grammar_cost`.
 No torch in this module.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, TokenizerWrapper, grammar_from
 
 from stretto.params import Grammar
+from stretto.text.grammar_cost import MAX_REMAINDERS, children, remainders, schemas_of
 
 MAX_SOURCE = 512 * 1024  # characters of one grammar
 MAX_CHOICES = 10_000
 MAX_PLACES = 500  # parts of a broken schema that are tried one by one to name the broken one
-LIMITS = LLParserLimits(verbose_errors=False)
+LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000, verbose_errors=False)  # a mask: some 20 ms
+PROBED = 2  # tokens that a new grammar is led along: the first one may be forced, which needs no lexer
+_TOO_COMPLEX = {"ParserTooComplex": "its parser", "LexerTooComplex": "its lexer"}
 _TEXTUAL = {"regex": "regex", "choice": "choice", "lark": "lark", "ebnf": "ebnf"}
 
 
@@ -93,6 +99,8 @@ def _definition(grammar: Grammar) -> str:
         choices = _parsed(source, (list,))
         if not choices or len(choices) > MAX_CHOICES or not all(isinstance(c, str) and c for c in choices):
             raise GrammarError(f"a choice is a list of 1 to {MAX_CHOICES} strings that are not empty")
+    if kind in _TEXTUAL and not source:
+        raise GrammarError("it is empty; say what the answer must look like, or leave it out")
     if kind in _TEXTUAL:
         return grammar_from(_TEXTUAL[kind], source)  # type: ignore[arg-type]
     if kind == "structural_tag":
@@ -141,15 +149,94 @@ def _surrounded(main: str, rules: str) -> str:
     return json.dumps({"grammars": [{"name": "around", "lark_grammar": rules}, *parts]})
 
 
+def compiled(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
+    """A matcher at the grammar's beginning, its first mask made, which is most of what a grammar costs. For a thread:
+    it may take as long as the limits let it, most of it without the interpreter's lock. Raises GrammarError."""
+    text = definition(grammar)
+    _check_cost(text)
+    matcher = LLMatcher(tokens, text, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise _told(grammar, text, tokens) or GrammarError(matcher.get_error().strip())
+    _probe(matcher)
+    return matcher
+
+
+def _probe(matcher: LLMatcher) -> None:
+    """Makes the first mask of a matcher, and leads a copy along. Raises GrammarError where that is past the limits."""
+    first = matcher.compute_bitmask()
+    matcher.compute_ff_tokens()
+    probe, mask = matcher.deep_copy(), first
+    for _ in range(PROBED):
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little"))
+        if not allowed.size or probe.is_stopped():
+            break
+        probe.try_consume_tokens([int(allowed[0])])
+        mask = probe.compute_bitmask()
+    for each in (matcher, probe):
+        if (broken := fault_of(each)) is not None and not is_dead(each):
+            raise GrammarError(broken)
+
+
+def is_dead(matcher: LLMatcher) -> bool:
+    """Nothing may follow, which is no fault of its limits."""
+    return matcher.get_error().startswith("NoExtension")
+
+
 def check_grammar(grammar: Grammar, tokens: LLTokenizer | None = None) -> None:
-    """Raises GrammarError. Without `tokens`, special tokens that the grammar names go unchecked."""
-    broken = _fault(definition(grammar), tokens)
+    """Compiles it, over bytes where there are no `tokens`; special tokens that the grammar names then go unchecked.
+    Raises GrammarError."""
+    try:
+        compiled(grammar, tokens or _bytes())
+    except GrammarError:
+        if tokens is None and _names_special(grammar):
+            return
+        raise
+
+
+@functools.cache
+def _bytes() -> LLTokenizer:
+    """A vocabulary of single bytes."""
+    return LLTokenizer("byte")
+
+
+def _names_special(grammar: Grammar) -> bool:
+    """All that is wrong with it is that it names special tokens, which only a vocabulary can tell."""
+    text = definition(grammar)
+    _check_cost(text)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
+    return not is_error and any("special_token" in message for message in messages)
+
+
+def fault_of(matcher: LLMatcher) -> str | None:
+    """Why a matcher is past its limits, or broken."""
+    fault = matcher.get_error().partition("\n")[0]
+    part = _TOO_COMPLEX.get(matcher.stop_reason()) or ("its lexer" if "too many expressions" in fault else None)
+    if part is not None:
+        return f"the grammar exceeds the limits of {part} at this point of the answer: simplify it"
+    return f"the grammar fails here: {fault}" if fault else None
+
+
+def _check_cost(text: str) -> None:
+    try:
+        states = sum(remainders(schema) for schema in schemas_of(text))
+    except RecursionError:
+        raise GrammarError("its schema is nested too deep") from None
+    except ValueError as e:
+        raise GrammarError(f"this is not JSON: {e}") from e
+    if states > MAX_REMAINDERS:
+        told = str(states) if states < 10**12 else "more than 10^12"
+        raise GrammarError(f"its multipleOf together cost {told} states, one for each remainder; the limit is"
+                           f" {MAX_REMAINDERS}: choose a smaller multipleOf, or check it afterwards")
+
+
+def _told(grammar: Grammar, text: str, tokens: LLTokenizer) -> GrammarError | None:
+    """The fault of a grammar, with its place in a schema."""
+    broken = _fault(text, tokens)
     if broken is None:
-        return
+        return None
     if grammar.kind != "json_schema":
-        raise GrammarError(broken.strip())
-    place = _place(json.loads(grammar.source), broken)
-    raise GrammarError(f"at {place}: {broken.strip()}")
+        return GrammarError(broken.strip())
+    return GrammarError(f"at {_place(json.loads(grammar.source), broken)}: {broken.strip()}")
 
 
 def _fault(text: str, tokens: LLTokenizer | None = None) -> str | None:
@@ -162,7 +249,7 @@ def _place(schema: Any, fault: str) -> str:
     root = {k: schema[k] for k in ("$defs", "definitions", "$schema") if isinstance(schema, dict) and k in schema}
     place, part, tries = "#", schema, 0
     while True:
-        for path, child in _children(part):
+        for path, child in children(part):
             tries += 1
             if tries > MAX_PLACES:
                 return place
@@ -172,21 +259,3 @@ def _place(schema: Any, fault: str) -> str:
                 break
         else:
             return place
-
-
-def _children(schema: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a schema that are schemas."""
-    if not isinstance(schema, dict):
-        return
-    for name, value in schema.items():
-        where = f"/{_escaped(name)}"
-        if name in ("properties", "$defs", "definitions", "patternProperties") and isinstance(value, dict):
-            yield from ((f"{where}/{_escaped(k)}", v) for k, v in value.items() if isinstance(v, (dict, bool)))
-        elif name in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
-            yield from ((f"{where}/{i}", v) for i, v in enumerate(value) if isinstance(v, (dict, bool)))
-        elif name in ("items", "additionalProperties") and isinstance(value, (dict, bool)):
-            yield where, value
-
-
-def _escaped(name: str) -> str:
-    return str(name).replace("~", "~0").replace("/", "~1")

@@ -12,6 +12,7 @@ import time
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
 from stretto.engine.core import EngineCore
 from stretto.host.grammar import Grammars, GrammarState
@@ -298,6 +299,29 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(oracle) -> Non
     assert run.reason("bad") == "error" and "#/properties/x" in run.outputs["bad", 0][-1].error
     assert run.outputs["bad", 0][-1].error_code == "invalid_grammar"
     assert valid(text(run, "good"))
+
+
+@pytest.mark.parametrize("grammar", [Grammar("regex", "(c{1000}){1000}{1000}"),
+                                     Grammar("json_schema", '{"type": "integer", "multipleOf": 1000003}')],
+                         ids=lambda grammar: grammar.kind)
+def test_costly_grammars_hold_up_no_step(oracle, grammar: Grammar) -> None:
+    """They are given to the engine unchecked, and are refused by its threads, before a mask is asked of them."""
+    run = Run(engine(oracle))
+    run.submit("good", PROMPT, sampled(1, most=60, ignore_eos=True))
+    while not run.outputs:
+        run.step()
+    for i in range(8):
+        run.submit(f"bad{i}", PROMPT, sampled(1, replace(grammar, source=grammar.source.replace("1000", f"10{i}0"))
+                                              if i and grammar.kind == "regex" else grammar))
+    longest, before = 0.0, time.perf_counter()
+    while run.core.host.has_work:
+        run.step()
+        now = time.perf_counter()
+        longest, before = max(longest, now - before), now
+    run.finish()
+    assert run.reason("good") == "length" and longest < 0.5, longest
+    for i in range(8):
+        assert run.reason(f"bad{i}") == "error" and run.outputs[f"bad{i}", 0][-1].error_code == "invalid_grammar"
 
 
 def test_a_grammar_with_a_dead_end_ends_its_request_alone(oracle) -> None:

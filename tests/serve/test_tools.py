@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import pytest
 
 from stretto.engine.build import grammars, text_streams
 from stretto.engine.core import EngineCore
+from stretto.params import SamplingParams
+from stretto.protocol import Request
 from stretto.spec.ngram import NgramDrafter
 from tests.engine.small import Oracle, make_core
 from tests.serve.conftest import Api, events, make_api
@@ -127,7 +132,11 @@ async def test_reasoning_apart_within_or_left_out():
     ({"structured_outputs": {"structural_tag": {"triggers": []}}}, "structured_outputs.structural_tag"),
     ({"regex": "a", "ebnf": "root ::= b"}, "ebnf"), ({"ebnf": "root ::= b"}, "ebnf"),
     ({"json_schema": "{"}, "json_schema"), ({"guided_json": {"not": {}}}, "guided_json"),
-    ({"regex": "x" * 600_000}, "regex"),
+    ({"regex": "x" * 600_000}, "regex"), ({"guided_regex": ""}, "guided_regex"), ({"ebnf": ""}, "ebnf"),
+    ({"guided_choice": []}, "guided_choice"), ({"guided_json": ""}, "guided_json"),
+    ({"structural_tag": {}}, "structural_tag"), ({"structured_outputs": {}}, "structured_outputs"),
+    ({"guided_regex": "(c{1000}){1000}{1000}"}, "guided_regex"),
+    ({"guided_json": {"type": "integer", "multipleOf": 1000003}}, "guided_json"),
 ])
 @pytest.mark.parametrize("path", ["chat", "complete"])
 async def test_case_12_05_a_broken_grammar_is_a_400_that_names_the_place(path: str, fields: dict, param: str):
@@ -195,6 +204,45 @@ async def test_forms_hold_in_a_real_engine(oracle: Oracle):
         assert ebnf["content"] in ("abd", "acd")
         text = (await api.complete("x", structured_outputs={"regex": "[xyz]{3}"}, max_tokens=20)).json()
         assert re.fullmatch("[xyz]{3}", text["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("fields", [{"guided_json": {}}, {"json_schema": {}}, {"structured_outputs": {"json": {}}}],
+                         ids=lambda fields: next(iter(fields)))
+async def test_an_empty_schema_asks_for_json(oracle: Oracle, fields: dict):
+    async with real(oracle) as api:
+        text = (await api.complete("x", **fields, max_tokens=3, seed=1)).json()["choices"][0]["text"]
+        assert text.lstrip()[:1] in ("", *'{["-0123456789tfn')  # how JSON begins; without a grammar any byte may
+
+
+async def test_the_engines_refusal_of_a_grammar_names_its_field(oracle: Oracle):
+    """Only the engine's vocabulary tells that a special token does not exist."""
+    async with real(oracle) as api:
+        lark = "start: <|nowhere|>"
+        for fields, param in (({"guided_grammar": lark}, "guided_grammar"),
+                              ({"structured_outputs": {"grammar": lark}}, "structured_outputs.grammar")):
+            answer = await api.complete("x", **fields, max_tokens=3)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], error["code"]) == (400, param, "invalid_grammar"), error
+
+
+async def test_costly_grammars_do_not_hold_up_a_neighbour(oracle: Oracle):
+    async with real(oracle) as api:
+        bombs = [{"guided_regex": "(c{1000}){1000}{1000}"}] * 8 + [
+            {"guided_json": {"type": "integer", "multipleOf": 1000003}}] * 2
+        times: list[float] = []
+
+        async def neighbour() -> None:
+            async for _ in api.engine.generate(Request(rid="neighbour", tokens=[5, 9, 2], sampling=SamplingParams(
+                    max_tokens=150, ignore_eos=True, seed=1))):
+                times.append(time.perf_counter())
+        running = asyncio.create_task(neighbour())
+        while not times:
+            await asyncio.sleep(0.005)
+        answers = await asyncio.gather(*(api.complete("hi", max_tokens=3, **bomb) for bomb in bombs))
+        await running
+        gap = max(b - a for a, b in pairwise(times))
+    assert all(answer.status_code == 400 for answer in answers)
+    assert gap < 0.5, f"the neighbour waited {gap:.3f} s"
 
 
 async def test_bad_words_and_allowed_ids_hold_in_a_real_engine(oracle: Oracle):

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from stretto.params import Grammar
-from stretto.text.grammar import LIMITS, MAX_SOURCE, GrammarError, check_grammar, definition, vocabulary
+from stretto.text.grammar import (
+    LIMITS,
+    MAX_SOURCE,
+    GrammarError,
+    check_grammar,
+    compiled,
+    definition,
+    vocabulary,
+)
+from stretto.text.grammar_cost import MAX_REMAINDERS, remainders
 from tests.serve.fakes import EOS, VOCAB, ByteTokenizer
 
 # (schema, texts that it lets through, texts that it does not)
@@ -127,3 +137,64 @@ def test_what_is_wrong_is_said(tokens: LLTokenizer, grammar: Grammar, word: str)
 def test_a_model_without_an_end_has_no_grammars():
     with pytest.raises(GrammarError, match="end-of-sequence"):
         vocabulary(ByteTokenizer(), VOCAB, [])
+
+
+BOMB = Grammar("regex", "(c{1000}){1000}{1000}")
+
+
+@pytest.mark.parametrize("grammar", [
+    BOMB, Grammar("lark", "start: /(c{1000}){1000}{1000}/"), Grammar("ebnf", 'start: /(c{1000}){1000}{1000}/'),
+    Grammar("json_schema", '{"type": "string", "pattern": "^(c{1000}){1000}{1000}$"}'),
+], ids=lambda grammar: grammar.kind)
+@pytest.mark.parametrize("bytes_only", [True, False])
+def test_what_one_mask_costs_is_bounded(tokens: LLTokenizer, grammar: Grammar, bytes_only: bool):
+    start = time.perf_counter()
+    with pytest.raises(GrammarError, match="exceeds the limits of its lexer"):
+        check_grammar(grammar, None if bytes_only else tokens)
+    assert time.perf_counter() - start < 0.6  # about 0.1 s; with llguidance's own limits 1 to 3 s
+
+
+@pytest.mark.parametrize("grammar", [
+    Grammar("choice", json.dumps([f"choice number {i}" for i in range(1000)])),
+    Grammar("json_schema", json.dumps({"type": "object", "properties": {f"name_{i}": {
+        "type": "string", "pattern": r"^\\w{1,64}@[a-z]{2,20}$", "format": None} if i % 2 else {
+        "type": "string", "format": "date-time", "maxLength": 1000} for i in range(100)}}).replace(
+            ', "format": null', "")),
+    Grammar("regex", r"(\w{1,2000} ){5}"), Grammar("json_schema", '{"type": "string", "maxLength": 100000}'),
+    Grammar("json_schema", '{"type": "integer", "multipleOf": 86400}'),
+], ids=["choices", "schema", "words", "string", "days"])
+def test_what_is_large_and_honest_passes(tokens: LLTokenizer, grammar: Grammar):
+    check_grammar(grammar)
+    compiled(grammar, tokens)
+
+
+PRIMES = [{"type": "integer", "multipleOf": 331}, {"multipleOf": 307}]
+
+
+@pytest.mark.parametrize(("schema", "states"), [
+    ({"type": "integer", "multipleOf": 1000003}, 1000003), ({"multipleOf": 1000.003}, 1000003),
+    ({"multipleOf": 1e300}, "more than"), ({"multipleOf": 4, "allOf": [{"multipleOf": 6}]}, 12),
+    ({"allOf": PRIMES}, 331 * 307), ({"anyOf": PRIMES}, 331 + 307), ({**PRIMES[0], "$ref": "#/$defs/x", "$defs": {
+        "x": PRIMES[1]}}, 331 * 307 + 307), ({**PRIMES[0], "oneOf": [PRIMES[1], {"multipleOf": 3}]}, 331 * 310),
+    ({"$ref": "x", "$defs": {"y": {"$id": "x", "multipleOf": 10}, "z": {"multipleOf": 4}}}, 20 + 10 + 4),
+    ({"properties": {"a": {"items": PRIMES[0]}, "b": PRIMES[1]}}, 331 + 307), ({"multipleOf": 0.01}, 0),
+    ({"properties": {"multipleOf": {"const": 3}}, "enum": [{"multipleOf": 9}]}, 0), ({"multipleOf": True}, 0),
+    ({"$ref": "#/$defs/r", "$defs": {"r": {"anyOf": [{"$ref": "#/$defs/r"}, {"multipleOf": 5}]}}}, 6 + 6),
+])
+def test_multiples_are_counted_before_they_are_built(schema: dict, states: int | str):
+    if isinstance(states, int):
+        assert remainders(schema) == states
+    if isinstance(states, str) or states > MAX_REMAINDERS:
+        text = json.dumps(schema)
+        start = time.perf_counter()
+        for grammar in (Grammar("json_schema", text), Grammar("lark", f"start: %json {text}"),
+                        Grammar("llguidance", json.dumps({"grammars": [{"json_schema": schema}]}))):
+            with pytest.raises(GrammarError, match=f"multipleOf together cost {states}"):
+                check_grammar(grammar)
+        assert time.perf_counter() - start < 0.4
+
+
+@pytest.mark.parametrize("kind", ["regex", "ebnf", "lark", "choice", "json_schema", "structural_tag"])
+def test_an_empty_grammar_is_refused(kind: str):
+    with pytest.raises(GrammarError):
+        check_grammar(Grammar(kind, ""))
