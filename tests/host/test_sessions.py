@@ -148,10 +148,15 @@ def test_refusals():
         session_turn(h, sid, prompt_of(3), n=2)
     begun(h, sid, prompt_of(10), max_tokens=30)
     for verb in (lambda: h.half.sessions.branch(sid, "b", 3), lambda: h.half.sessions.rewind(sid, 3)):
-        with pytest.raises(RequestError, match="must be idle"):
+        with pytest.raises(RequestError, match="has a live turn") as caught:
             verb()
+        assert (caught.value.param, caught.value.code) == ("session_id", "session_busy")
     with pytest.raises(KeyError):
         h.half.sessions.close("nobody")
     run_dry(h)
+    for verb in (lambda: h.half.sessions.branch(sid, "b", 999), lambda: h.half.sessions.rewind(sid, 999)):
+        with pytest.raises(RequestError, match="offset is 999") as caught:
+            verb()
+        assert (caught.value.param, caught.value.code) == ("offset", None)
     h.half.sessions.close(sid)
     h.finish()

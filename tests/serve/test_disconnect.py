@@ -198,12 +198,14 @@ async def test_case_16_09_a_duplicate_id_is_one_clean_error():
         chunks = events((await first).text)
         alone = (await api.complete("x", max_tokens=40)).json()["choices"][0]["text"]
         assert "".join(e["choices"][0]["text"] for e in chunks[:-1]) == alone and chunks[-1] == "[DONE]"
-        headers = {"X-Request-Id": "traced"}  # a header names a trace, and traces may repeat
+        headers = {"X-Request-Id": "traced"}  # a header names a trace, and traces may repeat; the answer says as what
         body = {"prompt": "x", "max_tokens": 20}
         answers = await asyncio.gather(*(api.http.post("/v1/completions", json=body, headers=headers)
                                          for _ in range(3)))
-        assert {answer.headers["x-request-id"] for answer in answers} == {"traced"}
         assert {answer.status_code for answer in answers} == {200}
+        ids = [answer.headers["x-request-id"] for answer in answers]
+        assert ids == [answer.json()["id"].removeprefix("cmpl-") for answer in answers]
+        assert len(set(ids)) == 3 and "traced" in ids and all(id.startswith("traced") for id in ids)
         await api.alive()
 
 
