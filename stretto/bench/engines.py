@@ -93,7 +93,7 @@ class Transformers:
 
         disable_progress_bar()
         kind = getattr(torch, dtype)
-        loaded: Any = _from_gguf(path, kind) if path.suffix == ".gguf" else \
+        loaded: Any = from_gguf(path, kind) if path.suffix == ".gguf" else \
             AutoModelForCausalLM.from_pretrained(path, dtype=kind)
         self.model = loaded.to(device).eval()
         self.dtype, self.batch_size = dtype, batch_size
@@ -130,7 +130,7 @@ class Transformers:
         del self.model
 
 
-def _from_gguf(path: Path, dtype: torch.dtype) -> Any:
+def from_gguf(path: Path, dtype: torch.dtype) -> Any:
     """transformers' own model with the weights that this engine reads out of the file: the same numbers for both."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

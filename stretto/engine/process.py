@@ -11,6 +11,7 @@ the parent decides when the engine stops.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -136,12 +137,10 @@ class EngineProcess:
         self.process.start()
 
     def send(self, command: Command) -> None:
-        """Never blocks. A command to an engine that has gone is dropped: its death is reported elsewhere."""
-        try:
+        """Never blocks. A command to an engine that has gone, or is just going, is dropped: its end is reported
+        elsewhere. (The queue is unbounded, so the only reason not to take a command is that nobody listens.)"""
+        with contextlib.suppress(zmq.Again):
             self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
-        except zmq.Again:
-            if self.process.is_alive():
-                raise
 
     def cpu_seconds(self) -> float:
         """Processor time that the child has used; 0 where the system does not tell."""
