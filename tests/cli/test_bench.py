@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import math
+import subprocess
 import sys
 import time
 import types
@@ -16,6 +17,7 @@ import torch
 
 from stretto.bench.engines import EngineMissing, open_rival
 from stretto.bench.measure import Series, agreement, measure_latency, measure_throughput, ratio, spread
+from stretto.bench.memory import peak_resident
 from stretto.bench.results import summary, table
 from stretto.bench.workload import Workload, WorkloadError, from_file, synthetic
 from stretto.config import DeviceFacts
@@ -188,3 +190,12 @@ def test_engines_that_cannot_run_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineMissing, match="pip install llama-cpp-python"):
         open_rival("llama-cpp", Path("m.gguf"), "float32", "cpu", 64, 1)
+
+
+def test_peak_memory_is_the_childs_own(tmp_path):
+    """A parent that holds much must not show in the figure of a child that holds little."""
+    code = "from stretto.bench.memory import peak_resident; print(peak_resident())"
+    held = bytearray(600 << 20)
+    held[::4096] = b"x" * len(held[::4096])
+    child = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert child < peak_resident() - (100 << 20)
