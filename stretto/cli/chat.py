@@ -26,13 +26,12 @@ from stretto.cli.options import (
     SpeculationOptions,
     engine_config,
 )
+from stretto.cli.prompting import converse
 from stretto.cli.starting import expected_failures
 from stretto.engine.llm import LLM
 from stretto.params import ParameterError, SamplingParams
 from stretto.protocol import RequestError, Usage
 from stretto.text.chat_template import ChatTemplateError
-
-HELP = "/clear starts a new conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,8 @@ def run(model: ModelOptions = MODEL, answer: Options = ANSWER, *, kv: KVOptions 
         conversation = Conversation(llm, answer, _sampling(llm, answer))
         text = answer.prompt if answer.prompt is not None or sys.stdin.isatty() else sys.stdin.read()
         if text is None:
-            return _chat(conversation, notes)
+            return converse(conversation.llm.info.model_name, lambda line: _answer(conversation, line, notes),
+                            conversation.clear, notes)
         return 0 if _answer(conversation, text, notes) else 1
 
 
@@ -122,24 +122,6 @@ def _sampling(llm: LLM, answer: AnswerOptions) -> SamplingParams:
     except ParameterError as e:
         raise CommandFailed(str(e)) from e
     return sampling
-
-
-def _chat(conversation: Conversation, notes: Console) -> int:
-    notes.print(f"{conversation.llm.info.model_name}: {HELP}", style="dim")
-    while True:
-        try:
-            text = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return 0
-        if text == "/exit":
-            return 0
-        if text == "/clear":
-            conversation.clear()
-        elif text.startswith("/"):
-            notes.print(HELP, style="dim")
-        elif text:
-            _answer(conversation, text, notes)
 
 
 def _answer(conversation: Conversation, text: str, notes: Console) -> bool:

@@ -18,8 +18,7 @@ from rich.live import Live
 from rich.table import Table
 
 from stretto.cli.failures import CommandFailed
-
-HELP = "/clear starts a new conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
+from stretto.cli.prompting import converse
 
 
 @dataclass(frozen=True)
@@ -148,28 +147,16 @@ def chat(prompt: str | None = None, *, server: Options = SERVER, model: str | No
         if text is not None:
             _print_answer(talk, text)
             return 0
-        return _converse(talk, Console(stderr=True, highlight=False))
+        notes = Console(stderr=True, highlight=False)
+        return converse(talk.model, lambda line: _answer(talk, line, notes), talk.clear, notes)
 
 
-def _converse(talk: _Conversation, notes: Console) -> int:
-    notes.print(f"{talk.model}: {HELP}", style="dim")
-    while True:
-        try:
-            text = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return 0
-        if text == "/exit":
-            return 0
-        if text == "/clear":
-            talk.clear()
-        elif text.startswith("/"):
-            notes.print(HELP, style="dim")
-        elif text:
-            try:
-                _print_answer(talk, text)
-            except CommandFailed as e:
-                notes.print(f"error: {e}", style="red", markup=False)
+def _answer(talk: _Conversation, text: str, notes: Console) -> None:
+    """A server's refusal ends this answer, not the conversation."""
+    try:
+        _print_answer(talk, text)
+    except CommandFailed as e:
+        notes.print(f"error: {e}", style="red", markup=False)
 
 
 def _print_answer(talk: _Conversation, text: str) -> None:
