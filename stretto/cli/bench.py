@@ -21,19 +21,7 @@ from stretto.bench.memory import Opener, peak_memory
 from stretto.bench.results import summary, table
 from stretto.bench.workload import Workload, WorkloadError, from_file, synthetic
 from stretto.cli.failures import CommandFailed
-from stretto.cli.options import (
-    KV,
-    MODEL,
-    PARALLEL,
-    SCHEDULE,
-    SPECULATION,
-    KVOptions,
-    ModelOptions,
-    ParallelOptions,
-    ScheduleOptions,
-    SpeculationOptions,
-    engine_config,
-)
+from stretto.cli.options import ENGINE, EngineOptions, Json
 from stretto.cli.starting import expected_failures, prepare_or_fail
 from stretto.config import Config
 from stretto.engine.build import Prepared
@@ -68,13 +56,10 @@ class BenchOptions:
 
 Options = Annotated[BenchOptions, Parameter(name="*", group=Group("Benchmark", sort_key=0), negative_iterable=())]
 BENCH = BenchOptions()
-Json = Annotated[bool, Parameter(name="--json", negative=())]
 Measure = Callable[..., list[Series]]
 
 
-def latency(model: ModelOptions = MODEL, *, bench: Options = BENCH, kv: KVOptions = KV,
-            schedule: ScheduleOptions = SCHEDULE, speculation: SpeculationOptions = SPECULATION,
-            parallel: ParallelOptions = PARALLEL, as_json: Json = False) -> int:
+def latency(engine: EngineOptions = ENGINE, *, bench: Options = BENCH, as_json: Json = False) -> int:
     """One request at a time: seconds to the first token, then tokens a second.
 
     Parameters
@@ -82,13 +67,10 @@ def latency(model: ModelOptions = MODEL, *, bench: Options = BENCH, kv: KVOption
     as_json
         Print the figures as JSON instead of a table.
     """
-    config = engine_config(model, kv, schedule, speculation, parallel)
-    return _run("latency", measure_latency, config, bench, 4, as_json)
+    return _run("latency", measure_latency, engine.config(), bench, 4, as_json)
 
 
-def throughput(model: ModelOptions = MODEL, *, bench: Options = BENCH, kv: KVOptions = KV,
-               schedule: ScheduleOptions = SCHEDULE, speculation: SpeculationOptions = SPECULATION,
-               parallel: ParallelOptions = PARALLEL, as_json: Json = False) -> int:
+def throughput(engine: EngineOptions = ENGINE, *, bench: Options = BENCH, as_json: Json = False) -> int:
     """Many requests at once: generated tokens a second.
 
     Parameters
@@ -96,8 +78,7 @@ def throughput(model: ModelOptions = MODEL, *, bench: Options = BENCH, kv: KVOpt
     as_json
         Print the figures as JSON instead of a table.
     """
-    config = engine_config(model, kv, schedule, speculation, parallel)
-    return _run("throughput", measure_throughput, config, bench, 32, as_json)
+    return _run("throughput", measure_throughput, engine.config(), bench, 32, as_json)
 
 
 def _run(kind: str, measure: Measure, config: Config, options: BenchOptions, count: int, as_json: bool) -> int:

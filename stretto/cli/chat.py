@@ -13,19 +13,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 
 from stretto.cli.failures import CommandFailed
-from stretto.cli.options import (
-    KV,
-    MODEL,
-    PARALLEL,
-    SCHEDULE,
-    SPECULATION,
-    KVOptions,
-    ModelOptions,
-    ParallelOptions,
-    ScheduleOptions,
-    SpeculationOptions,
-    engine_config,
-)
+from stretto.cli.options import ENGINE, EngineOptions
 from stretto.cli.prompting import converse
 from stretto.cli.starting import expected_failures
 from stretto.engine.llm import LLM
@@ -96,13 +84,11 @@ class Conversation:
         self.messages = self.messages[:-1]
 
 
-def run(model: ModelOptions = MODEL, answer: Options = ANSWER, *, kv: KVOptions = KV,
-        schedule: ScheduleOptions = SCHEDULE, speculation: SpeculationOptions = SPECULATION,
-        parallel: ParallelOptions = PARALLEL) -> int:
+def run(engine: EngineOptions = ENGINE, answer: Options = ANSWER) -> int:
     """Chat with a model in the terminal, or answer one prompt."""
     notes = Console(stderr=True, highlight=False)
     with expected_failures(), notes.status("loading"):
-        llm = LLM(config=engine_config(model, kv, schedule, speculation, parallel))
+        llm = LLM(config=engine.config())
     with llm:
         conversation = Conversation(llm, answer, _sampling(llm, answer))
         text = answer.prompt if answer.prompt is not None or sys.stdin.isatty() else sys.stdin.read()

@@ -22,21 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stretto.cli.failures import EXIT_FAILED, CommandFailed
-from stretto.cli.options import (
-    KV,
-    MODEL,
-    PARALLEL,
-    SCHEDULE,
-    SERVE,
-    SPECULATION,
-    KVOptions,
-    ModelOptions,
-    ParallelOptions,
-    ScheduleOptions,
-    ServeOptions,
-    SpeculationOptions,
-    engine_config,
-)
+from stretto.cli.options import SERVER, ServerOptions
 from stretto.cli.starting import expected_failures
 from stretto.compat import ConfigError
 from stretto.config import MIB, Config, SpeculationSection, gib
@@ -66,9 +52,7 @@ class Finding:
     fix: str = ""
 
 
-def doctor(model: ModelOptions = MODEL, *, kv: KVOptions = KV, schedule: ScheduleOptions = SCHEDULE,
-           speculation: SpeculationOptions = SPECULATION, parallel: ParallelOptions = PARALLEL,
-           serve: ServeOptions = SERVE,
+def doctor(server: ServerOptions = SERVER, *,
            as_json: Annotated[bool, Parameter(name="--json", negative=(), group=Group("Output", sort_key=0))] = False,
            ) -> int:
     """Check this machine, and the model if one is named: its files, its memory, and an answer with and without drafts.
@@ -80,9 +64,9 @@ def doctor(model: ModelOptions = MODEL, *, kv: KVOptions = KV, schedule: Schedul
     as_json
         Print one JSON object, for bug reports.
     """
-    config = engine_config(model, kv, schedule, speculation, parallel, serve)
+    config = server.config()
     findings = [*machine(), *installation(), *network(config)]
-    if model.model is not None:
+    if config.model.model is not None:
         findings += list(model_findings(config))
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))

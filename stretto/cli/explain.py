@@ -5,37 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from importlib.metadata import version
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich.console import Console
 
 from stretto.cli.failures import EXIT_REFUSED
-from stretto.cli.options import (
-    KV,
-    MODEL,
-    PARALLEL,
-    SCHEDULE,
-    SERVE,
-    SPECULATION,
-    KVOptions,
-    ModelOptions,
-    ParallelOptions,
-    ScheduleOptions,
-    ServeOptions,
-    SpeculationOptions,
-    engine_config,
-)
+from stretto.cli.options import SERVER, Json, ServerOptions
 from stretto.cli.report import render
 from stretto.cli.starting import prepare_or_fail
 from stretto.compat import ConfigError
 from stretto.report import start_report
 
 
-def explain(model: ModelOptions = MODEL, *, kv: KVOptions = KV, schedule: ScheduleOptions = SCHEDULE,
-            speculation: SpeculationOptions = SPECULATION, parallel: ParallelOptions = PARALLEL,
-            serve: ServeOptions = SERVE,
-            as_json: Annotated[bool, Parameter(name="--json", negative=())] = False) -> int:
+def explain(server: ServerOptions = SERVER, *, as_json: Json = False) -> int:
     """Show the configuration that `serve` would run, with the reason for every value. Nothing is loaded.
 
     Exits with 3 if something that was asked for cannot run, and says what and why.
@@ -45,9 +26,8 @@ def explain(model: ModelOptions = MODEL, *, kv: KVOptions = KV, schedule: Schedu
     as_json
         Print one JSON object.
     """
-    config = engine_config(model, kv, schedule, speculation, parallel, serve)
     try:
-        prepared = prepare_or_fail(config)
+        prepared = prepare_or_fail(server.config())
         report = start_report(prepared.resolved, prepared.facts, version("stretto"))
     except ConfigError as e:
         if not as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Annotated
 
 from cyclopts import Group, Parameter
@@ -17,17 +18,37 @@ from stretto.config import (
 )
 
 ModelOptions = Annotated[ModelSection, Parameter(name="*", group=Group("Model", sort_key=1))]
-KVOptions = Annotated[KVSection, Parameter(name="*", group=Group("KV cache", sort_key=2))]
-ScheduleOptions = Annotated[ScheduleSection, Parameter(name="*", group=Group("Schedule", sort_key=3))]
-SpeculationOptions = Annotated[SpeculationSection, Parameter(name="*", group=Group("Speculation", sort_key=4))]
-ParallelOptions = Annotated[ParallelSection, Parameter(name="*", group=Group("Devices", sort_key=5))]
-ServeOptions = Annotated[ServeSection, Parameter(name="*", group=Group("Server", sort_key=6), negative_iterable=())]
-
-MODEL, KV, SCHEDULE, SPECULATION, PARALLEL, SERVE = (
-    ModelSection(), KVSection(), ScheduleSection(), SpeculationSection(), ParallelSection(), ServeSection())
+DEFAULTS = Config()
+MODEL = DEFAULTS.model
 
 
-def engine_config(model: ModelSection, kv: KVSection, schedule: ScheduleSection, speculation: SpeculationSection,
-                  parallel: ParallelSection, serve: ServeSection = SERVE) -> Config:
-    """The sections that a command received, as one configuration."""
-    return Config(model=model, kv=kv, schedule=schedule, speculation=speculation, parallel=parallel, serve=serve)
+@dataclass(frozen=True)
+class EngineSections:
+    """What every command with an engine takes. The model may stand first, without a flag."""
+
+    model: ModelOptions = MODEL
+    _: KW_ONLY
+    kv: Annotated[KVSection, Parameter(name="*", group=Group("KV cache", sort_key=2))] = DEFAULTS.kv
+    schedule: Annotated[ScheduleSection, Parameter(name="*", group=Group("Schedule", sort_key=3))] = DEFAULTS.schedule
+    speculation: Annotated[SpeculationSection, Parameter(
+        name="*", group=Group("Speculation", sort_key=4))] = DEFAULTS.speculation
+    parallel: Annotated[ParallelSection, Parameter(name="*", group=Group("Devices", sort_key=5))] = DEFAULTS.parallel
+
+    def config(self) -> Config:
+        """The sections as one configuration; those that the command does not take have their defaults."""
+        return Config(**{section.name: getattr(self, section.name) for section in fields(self)})
+
+
+@dataclass(frozen=True)
+class ServerSections(EngineSections):
+    """What commands about a server take."""
+
+    serve: Annotated[ServeSection, Parameter(
+        name="*", group=Group("Server", sort_key=6), negative_iterable=())] = DEFAULTS.serve
+
+
+EngineOptions = Annotated[EngineSections, Parameter(name="*")]
+ServerOptions = Annotated[ServerSections, Parameter(name="*")]
+ENGINE, SERVER = EngineSections(), ServerSections()
+
+Json = Annotated[bool, Parameter(name="--json", negative=())]

@@ -10,21 +10,7 @@ import psutil
 from rich.console import Console
 
 from stretto.cli.failures import CommandFailed
-from stretto.cli.options import (
-    KV,
-    MODEL,
-    PARALLEL,
-    SCHEDULE,
-    SERVE,
-    SPECULATION,
-    KVOptions,
-    ModelOptions,
-    ParallelOptions,
-    ScheduleOptions,
-    ServeOptions,
-    SpeculationOptions,
-    engine_config,
-)
+from stretto.cli.options import SERVER, ServerOptions
 from stretto.cli.report import print_report
 from stretto.cli.starting import prepare_or_fail
 from stretto.engine.build import Prepared, build_core
@@ -39,12 +25,10 @@ SAME_NAME = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "root_path", 
              "stall_timeout", "max_live_requests", "max_body_bytes", "log_level", "log_format", "access_log")
 
 
-def serve(model: ModelOptions = MODEL, *, kv: KVOptions = KV, schedule: ScheduleOptions = SCHEDULE,
-          speculation: SpeculationOptions = SPECULATION, parallel: ParallelOptions = PARALLEL,
-          serve: ServeOptions = SERVE) -> int:
+def serve(server: ServerOptions = SERVER) -> int:
     """Serve a model over HTTP, with OpenAI's API, until SIGTERM or Ctrl-C."""
-    set_up_logging(serve.log_level, serve.log_format)
-    prepared = prepare_or_fail(engine_config(model, kv, schedule, speculation, parallel, serve))
+    set_up_logging(server.serve.log_level, server.serve.log_format)
+    prepared = prepare_or_fail(server.config())
     console = Console(stderr=True)
 
     def on_ready(info: EngineInfo, url: str) -> None:

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,19 +19,7 @@ from stretto.bench.parity import Parity, compare
 from stretto.bench.rounding import TOLERANCE
 from stretto.bench.soak import ACTIONS, Soak, SoakResult
 from stretto.cli.failures import CommandFailed
-from stretto.cli.options import (
-    KV,
-    MODEL,
-    PARALLEL,
-    SCHEDULE,
-    SPECULATION,
-    KVOptions,
-    ModelOptions,
-    ParallelOptions,
-    ScheduleOptions,
-    SpeculationOptions,
-    engine_config,
-)
+from stretto.cli.options import ENGINE, MODEL, EngineOptions, EngineSections, Json, ModelOptions
 from stretto.cli.sources import gather, read_units
 from stretto.cli.starting import expected_failures, prepare_or_fail
 from stretto.config import Config
@@ -41,7 +29,6 @@ from stretto.protocol import RequestError
 PROMPTS = ("Once upon a time", "The three laws of robotics are", "def fibonacci(n):\n    ",
            "Question: why is the sky blue?\nAnswer:", "1, 2, 3, 4, 1, 2, 3, 4, 1, 2,",
            "Dear Sir or Madam,\n\nI am writing to", "SELECT name, count(*) FROM", "In 1905 Albert Einstein " * 6)
-Json = Annotated[bool, Parameter(name="--json", negative=())]
 DIFFERENT = 4  # exit code, apart from those of failures.py
 
 
@@ -85,9 +72,8 @@ def read_config(text: str) -> Config:
     app = App(result_action="return_value", exit_on_error=False, print_error=False, help_flags=[], version_flags=[])
 
     @app.default
-    def configure(model: ModelOptions = MODEL, *, kv: KVOptions = KV, schedule: ScheduleOptions = SCHEDULE,
-                  speculation: SpeculationOptions = SPECULATION, parallel: ParallelOptions = PARALLEL) -> Config:
-        return engine_config(model, kv, schedule, speculation, parallel)
+    def configure(engine: EngineOptions = ENGINE) -> Config:
+        return engine.config()
 
     app.config = [Dict(settings.file, source=settings.file_name, use_commands_as_keys=False), read_units]
     try:
@@ -142,7 +128,7 @@ def soak(model: ModelOptions = MODEL, *, soak: Options = SOAK, as_json: Json = F
     as_json
         Print the findings as JSON.
     """
-    prepared = prepare_or_fail(engine_config(replace(model), KV, SCHEDULE, SPECULATION, PARALLEL))
+    prepared = prepare_or_fail(EngineSections(model).config())
     resolved = prepared.resolved
     with expected_failures():
         loaded = load_model(prepared.path, dtype=getattr(torch, resolved.dtype), device=torch.device(resolved.device))
