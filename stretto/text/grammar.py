@@ -25,7 +25,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, TokenizerWrapper, grammar_from
 
 from stretto.params import Grammar
-from stretto.text.grammar_cost import MAX_REMAINDERS, children, remainders, schemas_of
+from stretto.text.grammar_cost import MAX_REMAINDERS, remainders, schemas_of
+from stretto.text.json_schema import children, in_other_words
 
 MAX_SOURCE = 512 * 1024  # characters of one grammar
 MAX_CHOICES = 10_000
@@ -94,7 +95,7 @@ def _definition(grammar: Grammar) -> str:
         schema = _parsed(source, (dict, bool))
         if schema is False:
             raise GrammarError("the schema false allows nothing")
-        return LLMatcher.grammar_from_json_schema("{}" if schema is True else source, overrides=options)
+        return LLMatcher.grammar_from_json_schema(_schema_text(schema), overrides=options)
     if kind == "choice":
         choices = _parsed(source, (list,))
         if not choices or len(choices) > MAX_CHOICES or not all(isinstance(c, str) and c for c in choices):
@@ -110,6 +111,13 @@ def _definition(grammar: Grammar) -> str:
         return source
     raise GrammarError(f"grammars of the kind {kind!r} are not known; known: json_schema, structural_tag, llguidance, "
                        + ", ".join(_TEXTUAL))
+
+
+def _schema_text(schema: Any) -> str:
+    try:
+        return "{}" if schema is True else json.dumps(in_other_words(schema), ensure_ascii=False)
+    except RecursionError:
+        raise GrammarError("its schema is nested too deep") from None
 
 
 def _parsed(source: str, types: tuple[type, ...]) -> Any:
@@ -254,7 +262,7 @@ def _place(schema: Any, fault: str) -> str:
             if tries > MAX_PLACES:
                 return place
             alone = child if isinstance(child, bool) else {**child, **(root if "defs" not in path else {})}
-            if _fault(LLMatcher.grammar_from_json_schema(json.dumps(alone))) == fault:
+            if _fault(LLMatcher.grammar_from_json_schema(_schema_text(alone))) == fault:
                 place, part = place + path, child
                 break
         else:

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
+from stretto.text.json_schema import children
+
 MAX_REMAINDERS = 100_000  # of a whole grammar; about half a second of building
 _JSON_IN_LARK = re.compile(r"%json\s*")
 
@@ -128,21 +130,3 @@ def _dicts(part: Any) -> Iterator[dict[str, Any]]:
         yield part
     for _, child in children(part):
         yield from _dicts(child)
-
-
-def children(schema: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a schema that are schemas, each with its JSON pointer from there."""
-    if not isinstance(schema, dict):
-        return
-    for name, value in schema.items():
-        where = f"/{_escaped(name)}"
-        if name in ("properties", "$defs", "definitions", "patternProperties") and isinstance(value, dict):
-            yield from ((f"{where}/{_escaped(k)}", v) for k, v in value.items() if isinstance(v, (dict, bool)))
-        elif name in ("anyOf", "oneOf", "allOf", "prefixItems", "items") and isinstance(value, list):
-            yield from ((f"{where}/{i}", v) for i, v in enumerate(value) if isinstance(v, (dict, bool)))
-        elif name in ("items", "additionalItems", "additionalProperties") and isinstance(value, (dict, bool)):
-            yield where, value
-
-
-def _escaped(name: str) -> str:
-    return str(name).replace("~", "~0").replace("/", "~1")
