@@ -13,6 +13,7 @@ Flags have vLLM's names where vLLM has the flag. The string below a field is its
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -152,6 +153,8 @@ class ServeSection:
     """Seconds that running requests get to finish when the server is told to stop."""
     stall_timeout: float = 25.0
     """Seconds after which an engine that neither speaks nor computes counts as wedged."""
+    engine_restarts: int = 3
+    """Times within ten minutes that an engine which has died is started again; one more death ends the server."""
     max_live_requests: int = 4096
     """Most requests that run and wait; a further one is told to come back (429)."""
     max_body_bytes: int = 32 * 2**20
@@ -298,6 +301,58 @@ def resolve(config: Config, facts: Facts) -> Resolved:
     return _Resolution(config, facts).result()
 
 
+def check_values(config: Config) -> None:
+    """Refuses values that no machine and no model could take; `resolve` begins with it. Raises ConfigError."""
+    if refusals := [*_ranges(config), *_exclusive(config)]:
+        raise ConfigError(refusals)
+
+
+def _ranges(config: Config) -> Iterator[Refusal]:
+    kv, schedule, serve = config.kv, config.schedule, config.serve
+    counts = {"--max-model-len": config.model.max_model_len, "--page-size": kv.page_size,
+              "--kv-memory": kv.kv_memory, "--kv-tokens": kv.kv_tokens, "--max-num-seqs": schedule.max_num_seqs,
+              "--max-num-batched-tokens": schedule.max_num_batched_tokens, "--chunk-size": schedule.chunk_size,
+              "--tensor-parallel-size": config.parallel.tensor_parallel_size}
+    sessions = {"--max-sessions": schedule.max_sessions, "--session-ttl": schedule.session_ttl,
+                "--session-queue": schedule.session_queue}
+    for flag, number in sessions.items():
+        if not number >= 0:  # so that NaN is refused as well
+            yield Refusal(f"{flag} {number:g}", "any start", "it must be 0 or more", f"set {flag} to 0 or more")
+    for flag, value in counts.items():
+        if value is not None and value < 1:
+            yield Refusal(f"{flag} {value}", "any start", "it must be 1 or more", f"set {flag} to a positive number")
+    if config.model.max_model_len == 1:
+        yield Refusal("--max-model-len 1", "any request", "a prompt and an answer need 2 tokens", "set 2 or more")
+    if kv.gpu_memory_utilization is not None and not 0 < kv.gpu_memory_utilization <= 1:
+        yield Refusal(f"--gpu-memory-utilization {kv.gpu_memory_utilization:g}", "any device",
+                     "it is a fraction of the memory", "set a number above 0 and up to 1")
+    if not 0 <= serve.port <= 65535:
+        yield Refusal(f"--port {serve.port}", "any network", "ports are 0..65535", "choose another")
+    if (serve.ssl_certfile is None) != (serve.ssl_keyfile is None):
+        given, lacks = ("certfile", "keyfile") if serve.ssl_certfile is not None else ("keyfile", "certfile")
+        yield Refusal(f"--ssl-{given}", "TLS", "it needs a certificate and its key", f"give --ssl-{lacks} as well")
+    for name, lowest in (("stall_timeout", 1), ("engine_restarts", 0), ("max_live_requests", 1),
+                         ("max_body_bytes", 1024)):
+        if getattr(serve, name) < lowest:
+            yield Refusal(f"--{name.replace('_', '-')} {getattr(serve, name)}", "any server",
+                         f"it must be at least {lowest}", "leave it out")
+
+
+def _exclusive(config: Config) -> Iterator[Refusal]:
+    kv, speculation = config.kv, config.speculation
+    sizes = {"--kv-memory": kv.kv_memory, "--kv-tokens": kv.kv_tokens,
+             "--gpu-memory-utilization": kv.gpu_memory_utilization}
+    given = [flag for flag, value in sizes.items() if value is not None]
+    if len(given) > 1:
+        yield Refusal(given[0], given[1], "both size the KV cache", "keep one of them")
+    if speculation.speculation == "off" and speculation.speculation_tokens:
+        yield Refusal(f"--speculation-tokens {speculation.speculation_tokens}", "--speculation off",
+                     "there is no drafter to propose them", "name a drafter with --speculation")
+    if speculation.speculation_tokens is not None and speculation.speculation_tokens < 0:
+        yield Refusal(f"--speculation-tokens {speculation.speculation_tokens}", "any drafter",
+                     "it must be 0 or more", "set 0 or more")
+
+
 class _Resolution:
     """One run of `resolve`. Each method decides one section and notes its decisions; refusals are collected."""
 
@@ -309,8 +364,7 @@ class _Resolution:
         self.refusals: list[Refusal] = []
 
     def result(self) -> Resolved:
-        self._check_ranges()
-        self._stop_if_refused()
+        check_values(self.config)
         device = self._device()
         width, lookahead = self._speculation()
         self._parallel()
@@ -346,52 +400,6 @@ class _Resolution:
     def _stop_if_refused(self) -> None:
         if self.refusals:
             raise ConfigError(self.refusals)
-
-    # ------------------------------------------------------------------------------------------ ranges
-    def _check_ranges(self) -> None:
-        """Values that no machine and no model could take."""
-        kv, schedule, serve = self.config.kv, self.config.schedule, self.config.serve
-        counts = {"--max-model-len": self.config.model.max_model_len, "--page-size": kv.page_size,
-                  "--kv-memory": kv.kv_memory, "--kv-tokens": kv.kv_tokens, "--max-num-seqs": schedule.max_num_seqs,
-                  "--max-num-batched-tokens": schedule.max_num_batched_tokens, "--chunk-size": schedule.chunk_size,
-                  "--tensor-parallel-size": self.config.parallel.tensor_parallel_size}
-        sessions = {"--max-sessions": schedule.max_sessions, "--session-ttl": schedule.session_ttl,
-                    "--session-queue": schedule.session_queue}
-        for flag, number in sessions.items():
-            if not number >= 0:  # so that NaN is refused as well
-                self._refuse(f"{flag} {number:g}", "any start", "it must be 0 or more", f"set {flag} to 0 or more")
-        for flag, value in counts.items():
-            if value is not None and value < 1:
-                self._refuse(f"{flag} {value}", "any start", "it must be 1 or more", f"set {flag} to a positive number")
-        if self.config.model.max_model_len == 1:
-            self._refuse("--max-model-len 1", "any request", "a prompt and an answer need 2 tokens", "set 2 or more")
-        if kv.gpu_memory_utilization is not None and not 0 < kv.gpu_memory_utilization <= 1:
-            self._refuse(f"--gpu-memory-utilization {kv.gpu_memory_utilization:g}", "any device",
-                         "it is a fraction of the memory", "set a number above 0 and up to 1")
-        if not 0 <= serve.port <= 65535:
-            self._refuse(f"--port {serve.port}", "any network", "ports are 0..65535", "choose another")
-        if (serve.ssl_certfile is None) != (serve.ssl_keyfile is None):
-            given, lacks = ("certfile", "keyfile") if serve.ssl_certfile is not None else ("keyfile", "certfile")
-            self._refuse(f"--ssl-{given}", "TLS", "it needs a certificate and its key", f"give --ssl-{lacks} as well")
-        for name, lowest in (("stall_timeout", 1), ("max_live_requests", 1), ("max_body_bytes", 1024)):
-            if getattr(serve, name) < lowest:
-                self._refuse(f"--{name.replace('_', '-')} {getattr(serve, name)}", "any server",
-                             f"it must be at least {lowest}", "leave it out")
-        self._check_exclusive()
-
-    def _check_exclusive(self) -> None:
-        kv, speculation = self.config.kv, self.config.speculation
-        sizes = {"--kv-memory": kv.kv_memory, "--kv-tokens": kv.kv_tokens,
-                 "--gpu-memory-utilization": kv.gpu_memory_utilization}
-        given = [flag for flag, value in sizes.items() if value is not None]
-        if len(given) > 1:
-            self._refuse(given[0], given[1], "both size the KV cache", "keep one of them")
-        if speculation.speculation == "off" and speculation.speculation_tokens:
-            self._refuse(f"--speculation-tokens {speculation.speculation_tokens}", "--speculation off",
-                         "there is no drafter to propose them", "name a drafter with --speculation")
-        if speculation.speculation_tokens is not None and speculation.speculation_tokens < 0:
-            self._refuse(f"--speculation-tokens {speculation.speculation_tokens}", "any drafter",
-                         "it must be 0 or more", "set 0 or more")
 
     # ------------------------------------------------------------------------------------------ device and type
     def _device(self) -> DeviceFacts | None:

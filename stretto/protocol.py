@@ -12,6 +12,7 @@ import msgspec
 
 from stretto.params import SamplingParams
 
+ENGINE_DEAD = "engine_dead"  # error code of what was in flight when the engine stopped
 
 class SessionTurn(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How a request continues a session. Its prompt is:
@@ -155,7 +156,7 @@ class Output(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None  # on the first output of choice 0
     error: str | None = None  # with finish_reason "error"
-    error_code: str | None = None  # with `error`: the request could not be served as asked (see RequestError)
+    error_code: str | None = None  # with `error`: ENGINE_DEAD, or the request could not be served (see RequestError)
     error_param: str | None = None  # with `error_code`: the field that is at fault
 
 
@@ -169,6 +170,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     kv_tokens: int  # tokens that the KV pool holds
     eos_token_ids: list[int]
     speculation_tokens: int = 0  # widest draft
+    sampling_defaults: dict[str, int | float] = {}  # by the names of SamplingParams
     server_info: dict = {}  # the resolved configuration and the start-up report, JSON-ready
 
 
@@ -204,6 +206,10 @@ class RequestError(ValueError):
 
 class EngineDead(RuntimeError):
     """The engine has stopped; the message carries the cause."""
+
+
+class EngineRestarting(EngineDead):
+    """The engine has stopped and is being started again: worth another try soon."""
 
 
 class AsyncEngine(Protocol):

@@ -76,7 +76,8 @@ def where(path: Path, node: ast.AST) -> str:
 # ------------------------------------------------------------------------------------------------------------- imports
 TORCH_FREE = ("stretto.host", "stretto.wire", "stretto.params", "stretto.protocol", "stretto.text", "stretto.config",
               "stretto.compat", "stretto.report", "stretto.cli.main", "stretto.cli.sources", "stretto.cli.options",
-              "stretto.cli.failures", "stretto.model.hub", "stretto.model.config")
+              "stretto.cli.failures", "stretto.model.hub", "stretto.model.config", "stretto.serve", "stretto.cli.serve",
+              "stretto.engine.supervisor", "stretto.engine.locate")
 
 IMPORT_WITHOUT_TORCH = """
 import importlib, sys

@@ -7,14 +7,8 @@ from contextlib import contextmanager
 
 from stretto.cli.failures import CommandFailed
 from stretto.config import Config
-from stretto.engine.build import Prepared, prepare
-from stretto.model.config import ConfigError
-from stretto.model.hub import ModelNotFound
-from stretto.model.source import WeightError
+from stretto.engine.build import START_FAILURES, Prepared, prepare
 from stretto.protocol import EngineDead
-from stretto.spec.registry import DrafterError
-from stretto.text.gguf_file import GGUFError
-from stretto.text.tokenizer import TokenizerError
 
 
 @contextmanager
@@ -23,8 +17,7 @@ def expected_failures() -> Iterator[None]:
     since it has a form of its own."""
     try:
         yield
-    except (ModelNotFound, ConfigError, WeightError, TokenizerError, GGUFError, DrafterError,
-            EngineDead) as e:
+    except (*START_FAILURES, EngineDead) as e:
         raise CommandFailed(str(e)) from e
 
 

@@ -36,28 +36,34 @@ from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
 from stretto.device.streams import make_device
 from stretto.engine.core import EngineCore
+from stretto.engine.locate import Located, locate
+from stretto.engine.loop import StartFailed
 from stretto.facts import gather_facts
 from stretto.host.grammar import Grammars
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostDrafter, HostLimits
 from stretto.model.api import CausalModel
+from stretto.model.config import ConfigError as ModelConfigError
 from stretto.model.config import read_config, token_ids
 from stretto.model.gguf import gguf_config
-from stretto.model.hub import resolve_model
+from stretto.model.hub import ModelNotFound
 from stretto.model.load import load_model
 from stretto.model.source import WeightError
 from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo
 from stretto.report import start_report
 from stretto.spec.context import DrafterError, Target
-from stretto.spec.identify import verifier_of
 from stretto.spec.registry import drafter_sizes, make_drafter, make_host_drafter
+from stretto.text.gguf_file import GGUFError
 from stretto.text.grammar import GrammarTokenizer, vocabulary
 from stretto.text.stream import IncrementalText
-from stretto.text.tokenizer import Tokenizer, load_tokenizer
+from stretto.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 Progress = Callable[[str, int, int], None]
 """(what, done, of how many): loading and warm-up."""
+
+START_FAILURES = (ModelNotFound, ModelConfigError, WeightError, TokenizerError, GGUFError, DrafterError)
+"""By which a model refuses to start; their messages are for the user."""
 
 
 @dataclass(frozen=True)
@@ -77,30 +83,31 @@ def prepare(config: Config) -> Prepared:
 
     Raises ModelNotFound, model.config.ConfigError, WeightError, and compat.ConfigError with every refusal."""
     started = time.perf_counter()
-    config = _with_verifier(config)
-    path = resolve_model(config.model.model)
-    tokenizer_path = resolve_model(config.model.tokenizer) if config.model.tokenizer else path
-    found = time.perf_counter()
-    facts = gather_facts(path)
-    target = Target(facts.model.name, path, facts.model.vocab_size, facts.model.hidden_size, facts.model.n_layers,
-                    facts.model.context, tokenizer_path)
-    config, facts = _with_drafter(config, facts, target)
+    located = locate(config)
+    found = time.perf_counter() - started
+    prepared = prepare_located(located)
+    return replace(prepared, timings={"find model": found} | prepared.timings)
+
+
+def prepare_located(located: Located) -> Prepared:
+    """`prepare` of a model that has been found. Raises the same, except ModelNotFound of the model itself."""
+    started = time.perf_counter()
+    facts = gather_facts(located.path)
+    target = Target(facts.model.name, located.path, facts.model.vocab_size, facts.model.hidden_size,
+                    facts.model.n_layers, facts.model.context, located.tokenizer_path)
+    config, facts = _with_drafter(located.config, facts, target)
     resolved = resolve(config, facts)
-    return Prepared(path, tokenizer_path, facts, resolved, target,
-                    {"find model": found - started, "resolve": time.perf_counter() - found})
+    return Prepared(located.path, located.tokenizer_path, facts, resolved, target,
+                    {"resolve": time.perf_counter() - started})
 
 
-def _with_verifier(config: Config) -> Config:
-    """A model in the layout of vLLM's speculators is a drafter that names its target: both are served."""
-    name = config.model.model
-    verifier = verifier_of(name) if name is not None else None
-    if name is None or verifier is None:
-        return config
-    if config.speculation.speculation not in ("off", name):
-        raise ConfigError([Refusal(f"--speculation {config.speculation.speculation}", f"model {name}",
-                                   "it is a drafter itself", f"serve {verifier} with the drafter that you want")])
-    return replace(config, model=replace(config.model, model=verifier),
-                   speculation=replace(config.speculation, speculation=name))
+def start_core(located: Located) -> EngineCore:
+    """Both parts, for a process whose parent has found the model. Raises StartFailed with what a user can understand,
+    and compat.ConfigError with every refusal."""
+    try:
+        return build_core(prepare_located(located))
+    except START_FAILURES as e:
+        raise StartFailed(str(e)) from e
 
 
 def _with_drafter(config: Config, facts: Facts, target: Target) -> tuple[Config, Facts]:
@@ -246,6 +253,7 @@ def _info(prepared: Prepared, model: CausalModel, backend: AttentionBackend, hos
     report = start_report(resolved, prepared.facts, __version__, timings, type(backend).__name__)
     return EngineInfo(model_name=resolved.model_name, vocab_size=model.vocab_size, max_model_len=resolved.max_model_len,
                       max_num_seqs=resolved.max_num_seqs, kv_tokens=resolved.kv_tokens,
+                      sampling_defaults=dict(resolved.sampling_defaults),
                       eos_token_ids=sorted(eos_ids(prepared, tokenizer)),
                       speculation_tokens=resolved.speculation_tokens, server_info=report)
 

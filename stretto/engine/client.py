@@ -6,31 +6,26 @@ import asyncio
 import atexit
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from stretto.engine.handle import EXIT_SECONDS, WATCH_SECONDS, EngineHandle
 from stretto.engine.loop import CoreFactory
 from stretto.engine.messages import Event, Shutdown
 from stretto.engine.process import EngineProcess
-from stretto.engine.router import Router
-from stretto.protocol import Action, EngineDead, EngineInfo, EngineStats, Output, Request, SessionInfo, StepRecord
-
-WATCH_SECONDS = 0.5
-EXIT_SECONDS = 10.0  # for the child to close its core after Shutdown
+from stretto.protocol import EngineDead
 
 
-class EngineClient:
+class EngineClient(EngineHandle):
     """Made by `await EngineClient.start(factory)`; every method runs on the event loop that started it."""
 
-    info: EngineInfo
-
     def __init__(self, process: EngineProcess, stall_timeout: float):
+        super().__init__(process.send, stall_timeout)
         self._process = process
-        self._router = Router(process.send, stall_timeout)
         self._events = zmq.asyncio.Context.shadow(process.context).socket(zmq.PULL)
         self._tasks: list[asyncio.Task] = []
         self._closing = False
@@ -44,7 +39,8 @@ class EngineClient:
         Args:
             factory: makes the EngineCore in the child; picklable, for the child is spawned.
             on_progress: called with each line that the start-up logs.
-        Raises EngineDead with the child's error when it cannot start; the child is gone by then."""
+        Raises EngineDead with the child's error when it cannot start, or compat.ConfigError with what it refuses; the
+        child is gone by then."""
         client = cls(EngineProcess(factory, log_level, log_format), stall_timeout)
         try:
             client._begin(on_progress)
@@ -57,33 +53,6 @@ class EngineClient:
             raise
         client._tasks.append(asyncio.create_task(client._watch_stalls()))
         return client
-
-    # ------------------------------------------------------------------------------------------- AsyncEngine
-    def generate(self, request: Request) -> AsyncIterator[Output]:
-        return self._router.generate(request, self.info)
-
-    async def abort(self, rid: str) -> bool:
-        return await self._router.abort(rid)
-
-    async def stats(self) -> EngineStats:
-        return await self._router.stats()
-
-    async def manage(self, action: Action) -> list[SessionInfo]:
-        return await self._router.manage(action)
-
-    async def start_trace(self, steps: int) -> None:
-        await self._router.trace(steps)
-
-    async def stop_trace(self) -> list[StepRecord]:
-        return await self._router.trace(0)
-
-    async def healthy(self) -> bool:
-        return self._router.healthy()
-
-    async def dead(self) -> str:
-        """Returns, with the cause, once the engine has died or been closed."""
-        await self._router.dead.wait()
-        return self._router.cause or ""
 
     async def close(self) -> None:
         """Requests in flight are aborted. Returns when the process has exited."""

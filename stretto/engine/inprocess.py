@@ -7,15 +7,10 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator
 
+from stretto.engine.handle import EXIT_SECONDS, WATCH_SECONDS, EngineHandle
 from stretto.engine.loop import CoreFactory, run_loop
 from stretto.engine.messages import Command, Event, Shutdown
-from stretto.engine.router import Router
-from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, StepRecord
-
-WATCH_SECONDS = 0.5
-EXIT_SECONDS = 10.0
 
 
 class QueueInbox:
@@ -35,53 +30,29 @@ class QueueInbox:
             return commands
 
 
-class InProcessEngine:
+class InProcessEngine(EngineHandle):
     """Made by `await InProcessEngine.start(factory)`; every method runs on the event loop that started it."""
-
-    info: EngineInfo
 
     def __init__(self, factory: CoreFactory, stall_timeout: float):
         self._loop = asyncio.get_running_loop()
         self._inbox = QueueInbox()
-        self._router = Router(self._inbox.put, stall_timeout)
+        super().__init__(self._inbox.put, stall_timeout)
         self._thread = threading.Thread(target=run_loop, args=(factory, self._inbox, self._send), daemon=True,
                                         name="stretto engine")
         self._watch: asyncio.Task | None = None
 
     @classmethod
     async def start(cls, factory: CoreFactory, *, stall_timeout: float = 25.0) -> InProcessEngine:
-        """Starts the thread and waits until its core is ready. Raises EngineDead with the core's own error."""
+        """Starts the thread and waits until its core is ready. Raises EngineDead with the core's own error, or
+        compat.ConfigError with what it refuses."""
         engine = cls(factory, stall_timeout)
         engine._thread.start()
         engine.info = await asyncio.shield(engine._router.started)
         engine._watch = asyncio.create_task(engine._watch_stalls())
         return engine
 
-    def generate(self, request: Request) -> AsyncIterator[Output]:
-        return self._router.generate(request, self.info)
-
-    async def abort(self, rid: str) -> bool:
-        return await self._router.abort(rid)
-
-    async def stats(self) -> EngineStats:
-        return await self._router.stats()
-
-    async def manage(self, action: Action) -> list[SessionInfo]:
-        return await self._router.manage(action)
-
-    async def start_trace(self, steps: int) -> None:
-        await self._router.trace(steps)
-
-    async def stop_trace(self) -> list[StepRecord]:
-        return await self._router.trace(0)
-
     async def healthy(self) -> bool:
-        return self._router.healthy() and self._thread.is_alive()
-
-    async def dead(self) -> str:
-        """Returns, with the cause, once the engine has died or been closed."""
-        await self._router.dead.wait()
-        return self._router.cause or ""
+        return await super().healthy() and self._thread.is_alive()
 
     async def close(self) -> None:
         """Requests in flight are aborted. Returns when the core is closed, or after ten seconds of a wedged step."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from stretto.compat import ConfigError
 from stretto.engine.messages import (
     Aborted,
     AbortRequest,
@@ -35,7 +36,17 @@ from stretto.engine.messages import (
     Trace,
     Traced,
 )
-from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, RequestError, SessionInfo, StepRecord
+from stretto.protocol import (
+    ENGINE_DEAD,
+    Action,
+    EngineInfo,
+    EngineStats,
+    Output,
+    Request,
+    RequestError,
+    SessionInfo,
+    StepRecord,
+)
 
 TICK_SECONDS = 0.5
 
@@ -90,6 +101,10 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+class StartFailed(Exception):
+    """Raised by a factory for a reason that its message explains to the user: no traceback would add to it."""
+
+
 class LiveChoices:
     """Which choices of which requests have not finished; so that a dying loop can answer each of them."""
 
@@ -108,14 +123,14 @@ class LiveChoices:
     def rids(self) -> list[str]:
         return list(self._open)
 
-    def endings(self, rid: str, reason: str, error: str | None = None) -> list[Output]:
+    def endings(self, rid: str, reason: str, error: str | None = None, code: str | None = None) -> list[Output]:
         """The last output of every choice of a request that will not finish by itself."""
-        return [Output(rid=rid, index=index, token_ids=[], text="", finish_reason=reason, error=error)
+        return [Output(rid=rid, index=index, token_ids=[], text="", finish_reason=reason, error=error, error_code=code)
                 for index in sorted(self._open.get(rid, ()))]
 
     def errors(self, cause: str) -> list[Output]:
         """The last output of every choice of every request."""
-        return [output for rid in self._open for output in self.endings(rid, "error", cause)]
+        return [output for rid in self._open for output in self.endings(rid, "error", cause, ENGINE_DEAD)]
 
     def note(self, outputs: list[Output]) -> None:
         for out in outputs:
@@ -235,6 +250,12 @@ def run_loop(factory: CoreFactory, inbox: Inbox, send: Send) -> bool:
         loop = _Loop(core, inbox, send)
         send(Started(core.info))
         loop.run()
+    except ConfigError as e:
+        send(Died(str(e), refusals=list(e.refusals)))
+        return False
+    except StartFailed as e:
+        send(Died(str(e)))
+        return False
     except Exception as e:
         log.exception("the engine %s", "loop failed" if loop else "could not start")
         cause = describe(e)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from stretto.compat import Refusal
 from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, StepRecord
 
 
@@ -105,10 +106,12 @@ class Tick(msgspec.Struct, tag=True):
 
 class Died(msgspec.Struct, tag=True):
     """The loop has ended for a reason other than Shutdown; nothing follows. `outputs` are the last ones of every choice
-    in flight: in one message with the cause, so that whoever reads them already finds the engine dead."""
+    in flight: in one message with the cause, so that whoever reads them already finds the engine dead. `refusals`: of
+    a configuration that cannot be served as asked; then the loop never began."""
 
     cause: str
     outputs: list[Output] = []
+    refusals: list[Refusal] = []
 
 
 Event = Progress | Started | Outputs | Refused | Aborted | Managed | Stats | Traced | Tick | Died

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
+from stretto.compat import ConfigError
 from stretto.engine.messages import (
     Aborted,
     AbortRequest,
@@ -150,7 +151,7 @@ class Router:
         elif isinstance(event, Died):
             for output in event.outputs:
                 self._deliver_output(output)
-            self.die(event.cause)
+            self.die(event.cause, ConfigError(event.refusals) if event.refusals else None)
 
     def _deliver_output(self, output: Output) -> None:
         mailbox = self._mailboxes.get(output.rid)
@@ -164,11 +165,15 @@ class Router:
         if self._wire_ids.get(rid) == wire_id:
             del self._wire_ids[rid]
 
-    def die(self, cause: str) -> None:
-        """The engine will not answer again: everybody who waits is told. The first cause stands."""
+    def die(self, cause: str, start_error: ConfigError | None = None) -> None:
+        """The engine will not answer again: everybody who waits is told. The first cause stands. `start_error`: what
+        whoever waits for the start is told instead."""
         if self.cause is not None:
             return
         self.cause = cause
+        if start_error is not None and not self.started.done():
+            self.started.set_exception(start_error)
+            self.started.exception()  # nobody may be waiting; that is no error
         error = EngineDead(cause)
         for mailbox in self._mailboxes.values():
             if mailbox.unfinished > 0:

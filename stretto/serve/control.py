@@ -51,7 +51,7 @@ def control(service: Service) -> APIRouter:
             "served_model_name": service.names[0], "max_context_length": info.max_model_len,
             "max_total_num_tokens": info.kv_tokens, "max_running_requests": info.max_num_seqs,
             "vocab_size": info.vocab_size, "eos_token_id": info.eos_token_ids,
-            "preferred_sampling_params": service.settings.default_sampling or None, "weight_version": "default"})
+            "preferred_sampling_params": info.sampling_defaults or None, "weight_version": "default"})
 
     @router.get("/health_generate", summary="One token is generated, in bounded time")
     async def health_generate() -> Response:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from stretto.protocol import EngineDead, RequestError
+from stretto.protocol import ENGINE_DEAD, EngineDead, EngineRestarting, RequestError
 
 SHOWN = 200  # most characters of a client's own words that an error repeats
 CLIENT_CLOSED = 499  # not a registered status; the de-facto one for a request that its client or an operator withdrew
@@ -117,8 +117,11 @@ def from_exception(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return refused(error)
+    if isinstance(error, EngineRestarting):
+        return ApiError(503, f"the engine has stopped and is being started again: {error}", code="engine_restarting",
+                        headers={"Retry-After": "5"})
     if isinstance(error, EngineDead):
-        return ApiError(503, f"the engine has stopped: {error}", code="engine_dead", headers={"Retry-After": "30"})
+        return ApiError(503, f"the engine has stopped: {error}", code=ENGINE_DEAD, headers={"Retry-After": "30"})
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     log.error("unexpected error while serving a request", exc_info=error)

@@ -87,7 +87,7 @@ class ServerMetrics(Collector):
     """Counts what the server sees; joins it with the engine's snapshot when it is scraped."""
 
     def __init__(self, info: EngineInfo, model_name: str):
-        self._info, self._labels = info, {"model_name": model_name, "engine": "0"}
+        self.info, self._labels = info, {"model_name": model_name, "engine": "0"}
         self._snapshot = EngineStats()
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         self.finished: Counter[str] = Counter()  # by finish reason
@@ -174,7 +174,7 @@ class ServerMetrics(Collector):
         yield family
 
     def _config(self) -> Iterator[Metric]:
-        info, gauges = self._info, self._snapshot.gauges
+        info, gauges = self.info, self._snapshot.gauges
         cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=[*self._labels, "block_size",
                                                                                     "num_gpu_blocks"])
         pages = int(gauges.get("pages_total_0", info.kv_tokens)) or 1

@@ -1,11 +1,12 @@
-"""`run_server`: the whole life of a server process, from the first bind to the exit code.
+"""`run_server`: the whole life of a server process, from the first bind to the exit code. It never loads torch.
 
-    bind port | start engine process, load tokenizer   | serve ............... | drain          | close engine | exit
-    probes:     /livez 200, /readyz 503 "starting"       all 200                 /readyz 503
-    requests:   503 with Retry-After                     answered                new ones 503
+    bind port | find model | start engine process, load tokenizer | serve ...... | drain       | close engine | exit
+    probes:     /livez 200, /readyz and /startupz 503 "starting"    all 200        /readyz 503
+    requests:   503 with Retry-After                                answered       new ones 503
 
 The first SIGTERM or Ctrl-C drains: requests in flight get `drain_timeout` seconds. A second one, or the end of that
-time, aborts them. An engine that dies takes the server with it, exit code 1, after its clients were told.
+time, aborts them. An engine that dies is started again: its clients are told, /readyz is 503 until there is a new one.
+One that dies too often takes the server with it, exit code 1.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -26,6 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stretto.engine.client import EngineClient
 from stretto.engine.loop import CoreFactory
+from stretto.engine.supervisor import Supervisor
 from stretto.protocol import EngineDead, EngineInfo
 from stretto.serve.app import build_app
 from stretto.serve.errors import ApiError, JSONResponse
@@ -39,6 +43,18 @@ KEEP_ALIVE_SECONDS = 75  # longer than the usual 60 s of a proxy, so that the pr
 log = logging.getLogger(__name__)
 TokenizerFactory = Callable[[], ServeTokenizer]
 OnReady = Callable[[EngineInfo, str], None]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a server starts, once it is found. `engine`: makes the core, in a process of its own, once more for each
+    time that it dies; picklable. `tokenizer`: makes the tokenizer, in the server's process."""
+
+    engine: CoreFactory
+    tokenizer: TokenizerFactory
+
+
+FindModel = Callable[[], Model]
 
 
 class StartGate:
@@ -134,10 +150,8 @@ def _allow_many_connections() -> None:
 class _Server:
     """One run. Every await of `run` is bounded by a signal, a timeout, or the engine's death."""
 
-    def __init__(self, engine_factory: CoreFactory, tokenizer_factory: TokenizerFactory, settings: ServeSettings,
-                 on_ready: OnReady | None):
-        self.engine_factory, self.tokenizer_factory = engine_factory, tokenizer_factory
-        self.settings, self.on_ready = settings, on_ready
+    def __init__(self, find_model: FindModel, settings: ServeSettings, on_ready: OnReady | None):
+        self.find_model, self.settings, self.on_ready = find_model, settings, on_ready
         self.gate, self.stops = StartGate(), _Stops()
 
     async def run(self, sock: socket.socket) -> int:
@@ -170,6 +184,7 @@ class _Server:
             log.error("the engine could not start: %s", e)
             return 1
         app = build_app(engine, tokenizer, self.settings)
+        engine.on_change = app.state.service.note_interruption
         self.gate.app = app
         if self.on_ready is not None:
             self.on_ready(engine.info, url)
@@ -180,20 +195,23 @@ class _Server:
             await engine.close()
             app.state.service.close()
 
-    async def _start(self) -> tuple[EngineClient, ServeTokenizer]:
+    async def _start(self) -> tuple[Supervisor, ServeTokenizer]:
         settings = self.settings
-        loading = asyncio.create_task(asyncio.to_thread(self.tokenizer_factory))
-        engine = await EngineClient.start(
-            self.engine_factory, stall_timeout=settings.stall_timeout, start_timeout=settings.start_timeout,
-            on_progress=self.gate.note, log_level=logging.getLevelName(settings.log_level.upper()),
-            log_format=settings.log_format)
+        self.gate.note("finding the model")
+        model = await asyncio.to_thread(self.find_model)
+        loading = asyncio.create_task(asyncio.to_thread(model.tokenizer))
+        start = functools.partial(
+            EngineClient.start, model.engine, stall_timeout=settings.stall_timeout,
+            start_timeout=settings.start_timeout, on_progress=self.gate.note,
+            log_level=logging.getLevelName(settings.log_level.upper()), log_format=settings.log_format)
+        engine = await Supervisor.start(start, settings.engine_restarts)
         try:
             return engine, await loading
         except BaseException:
             await engine.close()
             raise
 
-    async def _serve(self, engine: EngineClient, service: Service) -> int:
+    async def _serve(self, engine: Supervisor, service: Service) -> int:
         stop, dead = asyncio.create_task(self.stops.first.wait()), asyncio.create_task(engine.dead())
         await asyncio.wait((stop, dead), return_when=asyncio.FIRST_COMPLETED)
         service.draining = True
@@ -222,21 +240,20 @@ class _Server:
                 await asyncio.wait_for(self.stops.second.wait(), min(left, 0.05))
 
 
-def run_server(engine_factory: CoreFactory, tokenizer_factory: TokenizerFactory, settings: ServeSettings,
-               on_ready: OnReady | None = None) -> int:
-    """Serves until SIGTERM, Ctrl-C or the engine's death. Blocks; call it on the main thread.
+def run_server(find_model: FindModel, settings: ServeSettings, on_ready: OnReady | None = None) -> int:
+    """Serves until SIGTERM, Ctrl-C or the engine's last death. Blocks; call it on the main thread.
 
     Args:
-        engine_factory: makes the EngineCore, in a process of its own; picklable.
-        tokenizer_factory: makes the tokenizer, in this process.
+        find_model: called once, on a thread, when the address answers; it may take long.
         on_ready: called once with the engine's info and the server's URL.
     Returns the exit code: 0 after a stop that was asked for, 1 when the engine failed.
-    Raises OSError when the address is taken."""
+    Raises OSError when the address is taken, compat.ConfigError for a configuration that the engine refuses, and what
+    `find_model` and the tokenizer's factory raise."""
     sock = bind(settings.host, settings.port) if settings.uds is None else bind_unix(settings.uds)
     _allow_many_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            return runner.run(_Server(engine_factory, tokenizer_factory, settings, on_ready).run(sock))
+            return runner.run(_Server(find_model, settings, on_ready).run(sock))
         finally:
             if settings.uds is not None:
                 settings.uds.unlink(missing_ok=True)

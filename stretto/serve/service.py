@@ -22,9 +22,11 @@ import msgspec
 
 from stretto.params import Grammar
 from stretto.protocol import (
+    ENGINE_DEAD,
     AsyncEngine,
     EngineDead,
     EngineInfo,
+    EngineRestarting,
     Output,
     Request,
     RequestError,
@@ -73,13 +75,13 @@ class Service:
 
     def __init__(self, engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSettings):
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
-        self.info: EngineInfo = engine.info
         self.names = settings.served_model_names or (self.info.model_name,)
         self.reader = PromptReader(tokenizer, self.info.vocab_size, self.info.max_model_len)
         self.replies = ReplyPlanner(tokenizer)
         self.metrics = ServerMetrics(self.info, self.names[0])
         self.started = int(time.time())
         self.draining = False
+        self._interruption: str | None = None  # why there is no engine just now
         self._live: dict[str, Generation] = {}
         self._live_requests = 0
         self._pool = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
@@ -105,6 +107,17 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is shutting down and takes no new requests", code="draining",
                            headers={"Retry-After": "10"})
+        if self._interruption is not None:
+            raise EngineRestarting(self._interruption)
+
+    def note_interruption(self, cause: str | None) -> None:
+        """The engine has died and is started again (its cause), or is there once more (None)."""
+        self._interruption = cause
+        self.metrics.info = self.info
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
 
     @property
     def live_calls(self) -> int:
@@ -133,7 +146,7 @@ class Service:
     def make_requests(self, id: str, body: GenerationBody, prompts: list[list[int]], arrival: float,
                       reply: ReplyPlan | None = None, bad_words: tuple[tuple[int, ...], ...] = ()) -> list[Request]:
         """One engine request per prompt. Raises ApiError for what can be refused without the engine."""
-        sampling = to_sampling(body, self.settings.default_sampling)
+        sampling = to_sampling(body, self.info.sampling_defaults)
         if bad_words or body.allowed_token_ids:
             sampling = msgspec.structs.replace(sampling, bad_words=bad_words,
                                                allowed_token_ids=tuple(body.allowed_token_ids or ()))
@@ -252,6 +265,8 @@ def _with_grammars_field(error: RequestError, generation: Generation) -> Request
 
 
 def _raise_failure(output: Output) -> None:
+    if output.error_code == ENGINE_DEAD:
+        raise EngineDead(output.error or "")
     if output.finish_reason == "error" and output.error_code is not None:
         raise RequestError(output.error or "", param=output.error_param, code=output.error_code)
     if output.finish_reason == "error":

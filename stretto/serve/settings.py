@@ -1,18 +1,10 @@
-"""What the HTTP server is told at start-up: one frozen record, passed as an argument.
-
-Sampling defaults arrive resolved: whoever reads a model's generation_config decides, once, and a value given in a
-request always wins over them.
-"""
+"""What the HTTP server is told at start-up: one frozen record, passed as an argument."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-               "max_tokens")
 
 
 @dataclass(frozen=True)
@@ -27,7 +19,6 @@ class ServeSettings:
     served_model_names: tuple[str, ...] = ()  # the first is reported; empty: the engine's own model name
     api_keys: tuple[str, ...] = ()  # any of them opens the API; empty: open to all
     admin_keys: tuple[str, ...] = ()  # open the operators' routes as well; empty: any API key does
-    default_sampling: Mapping[str, float | int] = field(default_factory=dict)  # of a model's generation_config
     strict_requests: bool = False  # True: an unknown request field is an error; False: named in X-Stretto-Ignored
     max_body_bytes: int = 32 * 2**20
     max_prompts: int = 1024  # prompts of one completions call
@@ -39,6 +30,7 @@ class ServeSettings:
     drain_timeout: float = 30.0  # how long a shutdown waits for requests in flight
     stall_timeout: float = 25.0  # an engine loop that neither speaks nor computes for so long counts as wedged
     start_timeout: float = 1800.0  # loading and warm-up
+    engine_restarts: int = 3  # of an engine that dies, in ten minutes; one more ends the server
     generation_probe_timeout: float = 20.0  # of /health_generate
     trace_steps: int = 20_000  # most steps of one trace
     tokenizer_threads: int = 4
@@ -48,9 +40,5 @@ class ServeSettings:
     root_path: str = ""
 
     def __post_init__(self) -> None:
-        unknown = set(self.default_sampling) - set(DEFAULTABLE)
-        if unknown:
-            raise ValueError(f"default_sampling has {sorted(unknown)}; it takes {', '.join(DEFAULTABLE)}")
         if any(not key for key in (*self.api_keys, *self.admin_keys)):
             raise ValueError("an API key is empty")
-        object.__setattr__(self, "default_sampling", dict(self.default_sampling))

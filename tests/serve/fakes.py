@@ -148,6 +148,7 @@ class CoreOptions:
     start_seconds: float = 0.0
     model_name: str = "fake/tiny"
     server_info: dict = field(default_factory=dict)
+    sampling_defaults: dict = field(default_factory=dict)
 
     def __call__(self) -> ScriptedCore:
         time.sleep(self.start_seconds)
@@ -162,7 +163,7 @@ class ScriptedCore:
         self.info = EngineInfo(model_name=options.model_name, vocab_size=VOCAB, max_model_len=options.max_model_len,
                                max_num_seqs=options.max_num_seqs, kv_tokens=16 * options.max_model_len,
                                eos_token_ids=[EOS], speculation_tokens=options.block - 1,
-                               server_info=options.server_info)
+                               server_info=options.server_info, sampling_defaults=options.sampling_defaults)
         self.waiting: list[Choice] = []
         self.running: list[Choice] = []
         self.seen: set[tuple[int, ...]] = set()

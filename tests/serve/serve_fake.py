@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from stretto.logs import set_up_logging
-from stretto.serve.server import run_server
+from stretto.serve.server import Model, run_server
 from stretto.serve.settings import ServeSettings
 from tests.serve.fakes import ByteTokenizer, CoreOptions
 
@@ -15,4 +15,5 @@ if __name__ == "__main__":
     options, settings = (json.loads(text) for text in sys.argv[2:4])
     settings |= {name: Path(settings[name]) for name in ("uds", "ssl_certfile", "ssl_keyfile") if name in settings}
     set_up_logging("info", settings.get("log_format", "text"))
-    sys.exit(run_server(CoreOptions(**options), ByteTokenizer, ServeSettings(port=int(sys.argv[1]), **settings)))
+    sys.exit(run_server(lambda: Model(CoreOptions(**options), ByteTokenizer),
+                        ServeSettings(port=int(sys.argv[1]), **settings)))

@@ -209,7 +209,7 @@ async def test_case_18_05_template_errors_are_400_with_their_text(api: Api):
 
 async def test_case_18_01_defaults_of_the_model_and_explicit_values():
     defaults = {"temperature": 0.1, "top_k": 1, "max_tokens": 3}
-    async with make_api(default_sampling=defaults) as api:
+    async with make_api(CoreOptions(sampling_defaults=defaults)) as api:
         seen = capture_sampling(api)
         answer = (await api.http.post("/v1/chat/completions",
                                       json={"messages": [{"role": "user", "content": "x"}]})).json()
