@@ -199,16 +199,20 @@ class _Server:
         settings = self.settings
         self.gate.note("finding the model")
         model = await asyncio.to_thread(self.find_model)
-        loading = asyncio.create_task(asyncio.to_thread(model.tokenizer))
+        self.gate.note("starting the engine's process")
         start = functools.partial(
             EngineClient.start, model.engine, stall_timeout=settings.stall_timeout,
             start_timeout=settings.start_timeout, on_progress=self.gate.note,
             log_level=logging.getLevelName(settings.log_level.upper()), log_format=settings.log_format)
-        engine = await Supervisor.start(start, settings.engine_restarts)
+        starting = asyncio.create_task(Supervisor.start(start, settings.engine_restarts))
+        loading = asyncio.create_task(asyncio.to_thread(model.tokenizer))
         try:
-            return engine, await loading
-        except BaseException:
-            await engine.close()
+            return await asyncio.gather(starting, loading)
+        except BaseException:  # either failed, or this start was cancelled: nothing of it stays
+            starting.cancel()
+            engine, _ = await asyncio.gather(starting, loading, return_exceptions=True)
+            if isinstance(engine, Supervisor):
+                await engine.close()
             raise
 
     async def _serve(self, engine: Supervisor, service: Service) -> int:

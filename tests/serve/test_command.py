@@ -1,0 +1,86 @@
+"""`stretto serve` as users run it: its process never loads torch, and says how a start fails."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+STORIES = Path(__file__).resolve().parents[2] / "../shared/data/models/stories260k"
+MAIN = "from stretto.cli.main import main; main()"
+
+
+def serve(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", MAIN, "serve", *arguments], stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="shared/data/models/stories260k is absent")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list what a process has mapped")
+def test_the_front_process_never_loads_torch():
+    """The address answers while the model loads, and what answers holds no torch, before or after."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = serve(str(STORIES), "--port", str(port), "--max-num-seqs", "4", "--speculation", "ngram")
+    said: set[str] = set()
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=20) as http:
+            deadline, ready = time.monotonic() + 90, False
+            while not ready:
+                assert time.monotonic() < deadline and process.poll() is None
+                try:
+                    started = http.get("/startupz")
+                except httpx.TransportError:
+                    time.sleep(0.05)
+                    continue
+                ready = started.status_code == 200
+                if not ready:
+                    said.add(started.json()["error"]["message"])
+                    assert http.get("/livez").status_code == 200
+                time.sleep(0.02)
+            answer = http.post("/v1/completions", json={"prompt": "Once upon", "max_tokens": 4, "temperature": 0})
+            assert answer.json()["choices"][0]["finish_reason"] == "length"
+            info = http.get("/server_info").json()
+        assert "the server is starting: starting the engine's process" in said
+        assert info["features"] and info["start"]
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "pydantic_core" in maps and "torch" not in maps
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_what_the_engine_refuses_is_told_without_a_traceback(tmp_path: Path):
+    """A model that cannot be served: found in the engine's process, told by this one."""
+    shape = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300, "hidden_size": 64,
+             "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    process = serve(str(tmp_path), "--port", "0")
+    said = process.communicate(timeout=90)[1]
+    assert process.returncode == 1, said
+    assert "Traceback" not in said and "error" in said and str(tmp_path) in said
+
+
+@pytest.mark.parametrize(("arguments", "word"), [
+    (("--port", "99999"), "--port 99999"), (("--ssl-keyfile", "key.pem"), "--ssl-certfile"),
+    (("--engine-restarts", "-1"), "--engine-restarts -1")])
+def test_impossible_values_are_refused_before_anybody_can_call(arguments: tuple[str, str], word: str, tmp_path: Path):
+    process = serve(str(tmp_path), *arguments)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 3 and word in said and "refused:" in said
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="shared/data/models/stories260k is absent")
+def test_refusals_come_home_from_the_engines_process():
+    process = serve(str(STORIES), "--port", "0", "--speculation", "nonsense")
+    said = process.communicate(timeout=90)[1]
+    assert process.returncode == 3 and "refused: --speculation nonsense" in said and "Traceback" not in said, said
