@@ -24,7 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from stretto.attn.api import AttentionBackend
 from stretto.attn.select import choose_backend
+from stretto.attn.torch_ragged import TorchRagged
 from stretto.device.kv import KVCache, group_layers
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
@@ -39,6 +41,7 @@ from stretto.protocol import EngineInfo, Output, Request
 from stretto.spec.api import Drafter
 from stretto.spec.context import Target
 from stretto.spec.registry import drafter_sizes, make_drafter, make_host_drafter
+from stretto.text.stream import TextStream
 from stretto.wire import HEADER, StepResult, split_plan
 
 
@@ -58,6 +61,7 @@ class Setup:
     slots: int = 9
     context: int = 256
     poison: bool = True  # freed pages become unreadable
+    attention: str | None = None  # "torch" or "triton"; None: the one of the model's device
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,10 @@ def target_of(model: CausalModel, path: Path, name: str = "target") -> Target:
 
 
 def make_engine(model: CausalModel, drafter: str | Drafter | None, target: Target,
-                setup: Setup | None = None, grammars: Grammars | None = None,
-                eos: frozenset[int] = frozenset()) -> EngineCore:
-    """`drafter`: as after --speculation, or an object that needs no memory of its own, or None."""
+                setup: Setup | None = None, grammars: Grammars | None = None, eos: frozenset[int] = frozenset(),
+                text: Callable[[SamplingParams], TextStream] | None = None, **limits: Any) -> EngineCore:
+    """`drafter`: as after --speculation, or an object that needs no memory of its own, or None. `limits`: further
+    fields of HostLimits."""
     s, named = setup or Setup(), drafter if isinstance(drafter, str) else None
     sizes = drafter_sizes(named, target, s.width) if named else None
     draft_windows = [window for window, _ in sizes.kv_groups] if sizes else []
@@ -113,21 +118,32 @@ def make_engine(model: CausalModel, drafter: str | Drafter | None, target: Targe
     pages = (-(-s.pool_tokens // s.page_size),) * len(groups)
     kv = KVCache(model.layers, groups, pages, s.page_size, model.dtype, model.device)
     table = SlotTable(s.slots, context, s.page_size, len(groups), model.device, caps.lookahead if caps else 0)
-    runner = Runner(model, choose_backend(model.layers, s.page_size, model.device, model.dtype), kv, table)
+    runner = Runner(model, _backend(model, s), kv, table)
     on_host = caps is not None and caps.where == "host"
     if named and not on_host:
         runner.adopt(make_drafter(named, runner.drafting.context(width, context, target)))
     elif not named:
         runner.adopt(drafter)  # type: ignore[arg-type]
-    limits = HostLimits(
-        page_size=s.page_size, pages=pages, windows=tuple(g.window for g in groups), max_slots=s.slots,
-        max_model_len=context, width=width, depth=int(s.overlap), chunk=s.chunk, budget=s.budget,
-        cap_policy=s.cap_policy, mixed=s.mixed, prefix_cache=s.prefix_cache, poison=s.poison,
-        lookahead=caps.lookahead if caps and width else 0, seeds=random.Random(0), eos_token_ids=eos,
-        drafter=make_host_drafter(named) if named and on_host else None)
+    fields: dict[str, Any] = {
+        "page_size": s.page_size, "pages": pages, "windows": tuple(g.window for g in groups), "max_slots": s.slots,
+        "max_model_len": context, "width": width, "depth": int(s.overlap), "chunk": s.chunk, "budget": s.budget,
+        "cap_policy": s.cap_policy, "mixed": s.mixed, "prefix_cache": s.prefix_cache, "poison": s.poison,
+        "lookahead": caps.lookahead if caps and width else 0, "seeds": random.Random(0), "eos_token_ids": eos,
+        "drafter": make_host_drafter(named) if named and on_host else None}
+    host = HostLimits(**fields | limits)
     info = EngineInfo(model_name=target.name, vocab_size=model.vocab_size, max_model_len=context,
-                      max_num_seqs=s.slots - 1, kv_tokens=limits.kv_tokens, eos_token_ids=[], speculation_tokens=width)
-    return EngineCore(HostHalf(limits, grammars=grammars), make_device(runner, s.overlap), info, int(s.overlap))
+                      max_num_seqs=s.slots - 1, kv_tokens=host.kv_tokens, eos_token_ids=[], speculation_tokens=width)
+    return EngineCore(HostHalf(host, text, grammars), make_device(runner, s.overlap), info, int(s.overlap))
+
+
+def _backend(model: CausalModel, setup: Setup) -> AttentionBackend:
+    if setup.attention == "triton":
+        from stretto.attn.triton_ragged import TritonRagged  # imports triton, which installations for CPU may lack
+
+        return TritonRagged(model.device, model.dtype)
+    if setup.attention == "torch":
+        return TorchRagged()
+    return choose_backend(model.layers, setup.page_size, model.device, model.dtype)
 
 
 def run(engine: EngineCore, asks: Sequence[Ask], later: Sequence[Ask] = (), most: int = 50_000) -> dict[str, Answer]:
