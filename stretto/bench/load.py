@@ -1,8 +1,9 @@
 """Load on any server with OpenAI's API, and what its clients see. No torch in this module.
 
     closed loop   N clients, each sends its next request when its answer is complete
-    open loop     requests arrive by a Poisson process of a given rate, whether or not earlier ones are complete;
-                  times count from the arrival that was due, so a server (or client) that lags hides nothing
+    open loop     requests arrive at random with a given rate (a gamma process; a Poisson one where burstiness is 1),
+                  whether or not earlier ones are complete; times count from the arrival that was due, so a server
+                  (or client) that lags hides nothing
 
 A conversation is a list of user turns, sent one after the other with the answers that the server gave.
 """
@@ -13,6 +14,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -49,6 +51,7 @@ class Load:
 
     conversations: tuple[Conversation, ...]
     rate: float | None = None
+    burstiness: float = 1.0  # open loop: 1 is a Poisson process; below it arrivals come in bursts, above it evenly
     concurrency: int = 8  # open loop: most in flight; what is over waits, and its time counts
     api: Literal["chat", "completions"] = "chat"
     timeout: float = 600.0
@@ -86,6 +89,7 @@ class Run:
     samples: list[Sample]
     seconds: float
     client_cpu: float  # share of one core that this client used: near 1 the client is what is measured
+    server_cpu: float | None = None  # processor seconds of the server's front process; None where it does not tell
 
 
 def synthetic_conversations(count: int, *, words: int, output_tokens: int, turns: int = 1, shared: int = 0,
@@ -142,13 +146,26 @@ async def run_load(target: Target, load: Load) -> Run:
     async with httpx.AsyncClient(base_url=target.base, timeout=load.timeout, limits=limits, headers=headers,
                                  trust_env=False) as http:
         client = _Client(http, target, load, samples)
+        server_before = await _server_cpu(http)
         cpu, started = time.process_time(), time.perf_counter()
         if load.rate is None:
             await client.closed_loop()
         else:
             await client.open_loop(load.rate)
-        seconds = time.perf_counter() - started
-    return Run(target, samples, seconds, (time.process_time() - cpu) / seconds)
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        server_after = await _server_cpu(http)
+    used = None if server_before is None or server_after is None else server_after - server_before
+    return Run(target, samples, seconds, cpu / seconds, used)
+
+
+async def _server_cpu(http: httpx.AsyncClient) -> float | None:
+    """Of the usual metric of Prometheus' clients, which other engines have too."""
+    try:
+        answer = await http.get("/metrics")
+    except httpx.HTTPError:
+        return None
+    found = re.search(r"^process_cpu_seconds_total(?:{.*})? (\S+)", answer.text, re.MULTILINE)
+    return float(found[1]) if answer.status_code == 200 and found else None
 
 
 class _Client:
@@ -182,7 +199,7 @@ class _Client:
         chance, due = random.Random(self._load.seed), time.perf_counter()
         while True:
             yield due
-            due += chance.expovariate(rate)
+            due += chance.gammavariate(self._load.burstiness, 1 / (rate * self._load.burstiness))
 
     async def _converse(self, conversation: Conversation, due: float) -> None:
         messages: list[Message] = []

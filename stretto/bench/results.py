@@ -14,6 +14,7 @@ import torch
 from rich.table import Table
 
 from stretto.bench.measure import Series, Spread, agreement, ratio, spread
+from stretto.bench.startup import Start
 from stretto.bench.workload import Workload
 from stretto.config import DeviceFacts, gib
 
@@ -25,17 +26,35 @@ def summary(kind: str, model: str, work: Workload, device: DeviceFacts, series: 
     ours = series[0]
     return {
         "benchmark": kind,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "model": model,
         "workload": {"name": work.name, "prompts": len(work.prompts), "prompt_tokens": work.prompt_tokens,
                      "output_tokens": work.output_tokens},
         "rounds": len(ours.rates),
-        "machine": {"device": device.name, "kind": device.kind, "cores": device.cores,
-                    "threads": torch.get_num_threads(), "system": platform.platform(),
-                    "python": platform.python_version(), "torch": torch.__version__},
+        "machine": machine(device),
         "engines": [_engine(kind, one) for one in series],
         "ratios": [_ratios(kind, ours, other) for other in series[1:]],
     }
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def machine(device: DeviceFacts) -> dict[str, Any]:
+    """Where figures were measured."""
+    return {"device": device.name, "kind": device.kind, "cores": device.cores, "threads": torch.get_num_threads(),
+            "system": platform.platform(), "python": platform.python_version(), "torch": torch.__version__}
+
+
+def start_figures(starts: Sequence[Start]) -> dict[str, Any]:
+    """JSON-ready spreads of each phase, of the time until ready and of that until the first answer, in seconds."""
+    def figure(values: Sequence[float]) -> dict[str, float | None]:
+        return {**_rounded(spread(values)), "first": _significant(values[0])}
+
+    return {"phases": {name: figure([start.phases[name] for start in starts]) for name in starts[0].phases},
+            "ready": figure([start.ready for start in starts]),
+            "first_answer": figure([start.first_answer for start in starts])}
 
 
 def _engine(kind: str, series: Series) -> dict[str, Any]:

@@ -42,6 +42,11 @@ def build_app() -> App:
     bench.command("stretto.cli.bench:throughput", name="throughput", help="Many requests at once: how many tokens?")
     bench.command("stretto.cli.bench_serve:serve", name="serve",
                   help="Load on a running server, or on several: what do its clients see?")
+    bench.command("stretto.cli.bench_serve:sweep", name="sweep", help="The same under heavier and heavier load.")
+    bench.command("stretto.cli.bench:startup", name="startup", help="From nothing to the first answer.")
+    bench.command("stretto.cli.bench_results:plot", name="plot", help="Draw what benchmarks have written.")
+    bench.command("stretto.cli.bench_results:compare", name="compare",
+                  help="Compare what benchmarks have written, for people and for CI.")
     app.command(bench)
     return app
 

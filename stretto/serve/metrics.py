@@ -11,7 +11,7 @@ import bisect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -95,6 +95,7 @@ class ServerMetrics(Collector):
         self.responses: Counter[tuple[str, int]] = Counter()  # (route, status)
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)  # process_cpu_seconds_total, open files, memory: of this process
 
     @property
     def snapshot(self) -> EngineStats:

@@ -180,8 +180,8 @@ def test_doctor_never_shows_a_token(stretto, monkeypatch: pytest.MonkeyPatch):
 @needs_model
 def test_bench_against_transformers(stretto, tmp_path: Path):
     output = tmp_path / "figures.json"
-    ran = stretto("bench", "throughput", MODEL, "--against", "transformers", "--num-prompts", "3", "--input-tokens",
-                  "20", "--output-tokens", "16", "--rounds", "2", "--no-memory", "--output", output, "--json")
+    ran = stretto("bench", "throughput", MODEL, "--against", "transformers", "--num-prompts", "3", "--input-len",
+                  "20", "--output-len", "16", "--rounds", "2", "--no-memory", "--output-json", output, "--json")
     assert ran.code == 0 and json.loads(ran.out) == json.loads(output.read_text())
     found = json.loads(ran.out)
     assert [engine["name"] for engine in found["engines"]] == ["stretto", "transformers"]
@@ -193,12 +193,25 @@ def test_bench_against_transformers(stretto, tmp_path: Path):
 def test_bench_refuses_what_it_cannot_measure(stretto, tmp_path: Path):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"text": "no prompt"}\n')
-    for tokens, message in ((["--input-tokens", "600"], "exceed the context of 512"),
+    for tokens, message in ((["--input-len", "600"], "exceed the context of 512"),
                             (["--rounds", "0"], "--rounds is 0"),
-                            (["--prompts", str(prompts)], 'has neither "prompt"'),
+                            (["--dataset-path", str(prompts)], 'has neither "prompt"'),
                             (["--against", "llama-cpp"], "llama-cpp reads GGUF files")):
-        ran = stretto("bench", "latency", MODEL, "--no-memory", "--output-tokens", "4", *tokens)
+        ran = stretto("bench", "latency", MODEL, "--no-memory", "--output-len", "4", *tokens)
         assert ran.code == 1 and message in ran.err
+
+
+@needs_model
+def test_bench_startup_adds_up(stretto, tmp_path: Path):
+    output = tmp_path / "start.json"
+    ran = stretto("bench", "startup", MODEL, "--rounds", "1", "--output-json", output)
+    found = json.loads(output.read_text())
+    assert ran.code == 0 and "weights" in ran.out
+    ready, phases = found["ready"]["median"], {name: one["median"] for name, one in found["phases"].items()}
+    assert sum(phases.values()) == pytest.approx(ready, rel=0.01)
+    assert found["first_answer"]["median"] > ready > phases["Python and imports"] > 0
+    ran = stretto("bench", "startup", "/nowhere")
+    assert ran.code == 1 and "/nowhere" in ran.err
 
 
 def test_the_installed_command_runs():
