@@ -11,6 +11,7 @@ width, H heads, D head dim, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
@@ -28,7 +29,8 @@ class Goal(IntEnum):
 
     GENERATE = 0
     SCORE = 1  # log-probabilities of the given tokens; samples nothing
-    EMBED = 2  # hidden states of the given tokens; samples nothing
+    EMBED = 2  # the hidden state of the last given token; samples nothing
+    EMBED_MEAN = 3  # the mean of the hidden states of all of them
 
 
 class Int(IntEnum):
@@ -76,6 +78,8 @@ class Seam(IntEnum):
 class PageOp(IntEnum):
     COPY = 0  # copy page `source` to page `target`
     POISON = 1  # debug: make the cells of page `target` unreadable
+    SAVE = 2  # copy page `source` to page `target` of host memory
+    RESTORE = 3  # copy page `source` of host memory to page `target`
 
 
 N_INT, N_REAL = len(Int), len(Real)
@@ -97,6 +101,7 @@ class Seat:
     bias: tuple[tuple[int, float], ...] = ()
     allowed: tuple[int, ...] = ()  # the ids that may be sampled; (): all
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of ids that the log may not come to end with
+    processors: bytes = b""  # logit processors of the request and their parameters, as JSON; the device half reads it
 
 
 @dataclass
@@ -113,7 +118,9 @@ class HostDraft:
 class StepPlan:
     """One step: operations on slots, in stream order before the forward pass, then rows (slot, epoch, q_cap).
 
-    Order on the device: releases, seats, maps, page_ops (among themselves in list order), drafts, rows."""
+    Order on the device: releases, seats, maps, page_ops (among themselves in list order), drafts, rows. Page operations
+    of a plan that saves or restores run beside the step instead, in list order, after every step before it. The plan of
+    a step that needs their outcome, this one or a later one, names it as its `fence`."""
 
     seq: int
     draft_width: int = 0  # how many drafts to propose at the end of this step (verified by the next)
@@ -124,11 +131,12 @@ class StepPlan:
     drafts: list[HostDraft] = field(default_factory=list)
     rows: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, epoch, q_cap)
     late_mask: bool = False  # sampling waits for the LateMask of this seq; the forward pass does not
+    fence: int = -1  # the step begins once the page operations of plans up to this seq are done
 
 
 # Packed layout, int32: header, then the sections in the order of Sections, each as rows of a fixed width.
-HEADER = 16
-_LATE_MASK = 15  # of the header
+HEADER = 24
+_FENCE, _LATE_MASK = 22, 23  # of the header
 _SEAT_WIDTH = 4 + N_INT + N_REAL  # slot, fresh, log_from, log count, columns
 
 
@@ -153,12 +161,19 @@ class PackedPlan(Generic[Array]):
     draft_ids: Array  # [sum of counts]
     allowed: Array  # [W, 2]: slot, token id
     bad_words: Array  # [Y, 4]: slot, run, place from the run's end, token id
+    processors: Array  # [words]: for each slot that has some: slot, bytes of JSON, the bytes padded to whole words
     late_mask: bool = False
+    fence: int = -1
+
+    @property
+    def moves(self) -> bool:
+        """Whether its page operations save or restore. Of a plan on the host."""
+        return bool(len(self.page_ops)) and bool((self.page_ops[:, 0] >= PageOp.SAVE).any())  # type: ignore[index]
 
 
-_WIDTHS = (1, _SEAT_WIDTH, 4, 4, 3, 3, 3, 4, 4, 1, 2, 4)
+_WIDTHS = (1, _SEAT_WIDTH, 4, 4, 3, 3, 3, 4, 4, 1, 2, 4, 1)
 _FIELDS = ("releases", "seats", "maps", "page_ops", "rows", "log_cells", "stops", "biases", "draft_heads", "draft_ids",
-           "allowed", "bad_words")
+           "allowed", "bad_words", "processors")
 
 
 def _bits(values) -> np.ndarray:
@@ -190,6 +205,28 @@ def _restrictions(seats: list[Seat]) -> tuple[list[tuple[int, ...]], list[tuple[
             [(s.slot, i, j, t) for s in seats for i, run in enumerate(s.bad_words) for j, t in enumerate(run[::-1])])
 
 
+def _words(raw: bytes) -> np.ndarray:
+    """Bytes as int32, padded with zeros."""
+    return np.frombuffer(raw + b"\0" * (-len(raw) % 4), dtype=np.int32)
+
+
+def _processors(seats: list[Seat]) -> np.ndarray:
+    parts = [np.concatenate([np.asarray([s.slot, len(s.processors)], dtype=np.int32), _words(s.processors)])
+             for s in seats if s.processors]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+
+
+def unpack_processors(words: np.ndarray) -> dict[int, bytes]:
+    """Slot -> JSON, from a packed plan's section on the host."""
+    found, at = {}, 0
+    while at < len(words):
+        slot, size = words[at : at + 2].tolist()
+        count = -(-size // 4)
+        found[slot] = words[at + 2 : at + 2 + count].tobytes()[:size]
+        at += 2 + count
+    return found
+
+
 def pack_plan(plan: StepPlan) -> np.ndarray:
     """The plan as one contiguous int32 array."""
     stops = [(s.slot, i, t) for s in plan.seats for i, t in enumerate(s.stop_ids)]
@@ -198,23 +235,24 @@ def pack_plan(plan: StepPlan) -> np.ndarray:
     ids = [t for d in plan.drafts for t in d.ids]
     maps = list({m[:3]: m for m in plan.maps}.values())  # one write a table entry: a scatter keeps no order
     parts = (plan.releases, _seat_rows(plan.seats), maps, plan.page_ops, plan.rows, _log_cells(plan.seats), stops,
-             biases, heads, ids, *_restrictions(plan.seats))
+             biases, heads, ids, *_restrictions(plan.seats), _processors(plan.seats))
     arrays = [np.asarray(p, dtype=np.int32).reshape(-1, w) for p, w in zip(parts, _WIDTHS)]
     header = np.zeros(HEADER, dtype=np.int32)
     header[0], header[1] = plan.seq, plan.draft_width
     header[2 : 2 + len(arrays)] = [len(a) for a in arrays]
-    header[_LATE_MASK] = plan.late_mask
+    header[_FENCE], header[_LATE_MASK] = plan.fence, plan.late_mask
     return np.concatenate([header, *(a.reshape(-1) for a in arrays)])
 
 
 def split_plan(header: np.ndarray, packed: Any) -> PackedPlan[Any]:
     """Views of a packed plan. `header` is on the host; `packed` is a numpy array or a tensor with the same cells."""
     at, views = HEADER, {}
-    for name, width, count in zip(_FIELDS, _WIDTHS, header[2:].tolist()):
+    for name, width, count in zip(_FIELDS, _WIDTHS, header[2 : 2 + len(_FIELDS)].tolist()):
         view = packed[at : at + count * width]
         views[name] = view.reshape(count, width) if width > 1 else view
         at += count * width
-    return PackedPlan(seq=int(header[0]), draft_width=int(header[1]), late_mask=bool(header[_LATE_MASK]), **views)
+    return PackedPlan(seq=int(header[0]), draft_width=int(header[1]), late_mask=bool(header[_LATE_MASK]),
+                      fence=int(header[_FENCE]), **views)
 
 
 # ------------------------------------------------------------------------------------------------------- late masks
@@ -264,6 +302,15 @@ class TokenScore:
 
 
 @dataclass
+class Moved:
+    """The page operations of a plan that saved or restored are done, and so are those of every plan before it."""
+
+    seq: int
+    save_seconds: float
+    restore_seconds: float
+
+
+@dataclass
 class RowResult:
     """What one row of a step did. Exact values, valid for the step that produced them."""
 
@@ -278,16 +325,24 @@ class RowResult:
     offered: list[int]  # drafts now in the log after `known`
     new_scores: list[TokenScore] = field(default_factory=list)  # one per emitted id where log-probabilities are wanted
     prompt_scores: dict[int, TokenScore] = field(default_factory=dict)  # by position of the scored token
+    pooled: np.ndarray | None = None  # [hidden_size] float32, of a step with rows that embed; means nothing for others
+    fault: str = ""  # what a logit processor of this request did wrong; then `new` means nothing
 
 
 @dataclass
 class StepResult:
     seq: int
     rows: list[RowResult]
+    seconds: float = 0.0  # that the step ran on the device; 0: not measured
+    moved: list[Moved] = field(default_factory=list)  # since the last result
 
 
-RESULT_HEADER = 8  # seq, rows, width of `new`, width of `offered`, alternatives (-1: no scores), prompt scores
+# seq, rows, width of `new`, width of `offered`, alternatives (-1: no scores), prompt scores, words of faults,
+# microseconds, plans of `moved`
+RESULT_HEADER = 9
 _ROW_INTS = 9
+FAULT_WORDS, _MICROSECONDS, _MOVED = 6, 7, 8  # of the header
+NOTHING_LEFT = 1 << 29  # in `wants`: a logit processor of the row left nothing that can be sampled
 
 
 @dataclass(frozen=True)
@@ -299,6 +354,7 @@ class ResultLayout:
     offers: int  # most drafts that one row can be offered
     alternatives: int = -1  # -1: no row wants log-probabilities
     prompt_scores: int = 0
+    pooled: int = 0  # numbers of each row's vector; 0: no row wants one
 
     @property
     def row_words(self) -> int:
@@ -312,10 +368,10 @@ class ResultLayout:
     def words(self) -> int:
         scored = self.rows * self.width if self.alternatives >= 0 else 0
         return (RESULT_HEADER + self.rows * self.row_words + scored * self.score_words
-                + self.prompt_scores * (2 + self.score_words))
+                + self.prompt_scores * (2 + self.score_words) + self.rows * self.pooled)
 
     def header(self, seq: int) -> list[int]:
-        return [seq, self.rows, self.width, self.offers, self.alternatives, self.prompt_scores, 0, 0]
+        return [seq, self.rows, self.width, self.offers, self.alternatives, self.prompt_scores, self.pooled, 0]
 
 
 def _score(words: np.ndarray, wanted: int, alternatives: int) -> TokenScore:
@@ -325,12 +381,42 @@ def _score(words: np.ndarray, wanted: int, alternatives: int) -> TokenScore:
     return TokenScore(float(bits[0]), words[1 : 1 + n].tolist(), bits[1 + alternatives : 1 + alternatives + n].tolist())
 
 
+def pack_faults(faults: Sequence[tuple[int, str]]) -> np.ndarray:
+    """(row, what went wrong) -> the last words of a packed result."""
+    parts = [np.zeros(0, dtype=np.int32)]
+    for row, message in faults:
+        raw = message.encode()
+        parts += [np.asarray([row, len(raw)], dtype=np.int32), _words(raw)]
+    return np.concatenate(parts)
+
+
+def with_times(packed: np.ndarray, seconds: float, moved: Sequence[Moved]) -> np.ndarray:
+    """A packed result that also tells how long its step took, and which plans' pages have been moved."""
+    packed[_MICROSECONDS], packed[_MOVED] = round(1e6 * seconds), len(moved)
+    if not moved:
+        return packed
+    words = [(m.seq, round(1e6 * m.save_seconds), round(1e6 * m.restore_seconds)) for m in moved]
+    return np.concatenate([packed, np.asarray(words, dtype=np.int32).reshape(-1)])
+
+
+def _times(packed: np.ndarray) -> tuple[np.ndarray, float, list[Moved]]:
+    """The packed result without its times, and the times."""
+    count = int(packed[_MOVED])
+    end = len(packed) - 3 * count
+    moved = [Moved(seq, saved / 1e6, restored / 1e6) for seq, saved, restored in packed[end:].reshape(-1, 3).tolist()]
+    return packed[:end], int(packed[_MICROSECONDS]) / 1e6, moved
+
+
 def unpack_result(packed: np.ndarray) -> StepResult:
     """Inverse of what the device half packs. Row words: slot, epoch, fed, verified, length, known, done | wants << 1,
-    number of new ids, number of offered ids, new ids, offered ids. `wants` is the row's LOGPROBS column + 1.
-    Then per row and new id a score; then prompt scores as (row, position of the scored token, score)."""
+    number of new ids, number of offered ids, new ids, offered ids. `wants` is the row's LOGPROBS column + 1, perhaps
+    with NOTHING_LEFT. Then per row and new id a score; then prompt scores as (row, position of the scored token,
+    score); then faults as (row, bytes, text); then what `with_times` adds."""
+    packed, seconds, moved = _times(packed)
     head = packed[:RESULT_HEADER].tolist()
-    layout = ResultLayout(*head[1:6])
+    tail = len(packed) - head[FAULT_WORDS]
+    faults, packed = packed[tail:], packed[:tail]
+    layout = ResultLayout(*head[1:7])
     end = RESULT_HEADER + layout.rows * layout.row_words
     table = packed[RESULT_HEADER:end].reshape(layout.rows, layout.row_words).tolist()
     rows, wants = [], []
@@ -340,10 +426,18 @@ def unpack_result(packed: np.ndarray) -> StepResult:
         first_offer = _ROW_INTS + layout.width
         offered = words[first_offer : first_offer + n_offered]
         rows.append(RowResult(slot, epoch, fed, verified, length, known, bool(flags & 1), new, offered))
-        wants.append((flags >> 1) - 1)
+        wants.append(((flags >> 1) & (NOTHING_LEFT - 1)) - 1)
+        if flags >> 1 & NOTHING_LEFT:
+            rows[-1].fault = "it left nothing that can be sampled: every logit is -inf, or one is NaN or +inf"
+    for row, message in unpack_processors(faults).items():  # the same layout
+        rows[row].fault = message.decode()
     if layout.alternatives >= 0:
         _unpack_scores(packed[end:], layout, rows, wants)
-    return StepResult(head[0], rows)
+    if layout.pooled:
+        vectors = packed[layout.words - layout.rows * layout.pooled : layout.words].view(np.float32)
+        for row, vector in zip(rows, vectors.reshape(layout.rows, layout.pooled)):
+            row.pooled = vector
+    return StepResult(head[0], rows, seconds, moved)
 
 
 def _unpack_scores(words: np.ndarray, layout: ResultLayout, rows: list[RowResult], wants: list[int]) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from stretto.wire import (
+    HEADER,
     N_INT,
     NULL_PAGE,
     Goal,
@@ -130,7 +131,7 @@ class FakeDevice:
     # ------------------------------------------------------------------------------------------------------ a step
     def run(self, plan: StepPlan) -> StepResult:
         packed = pack_plan(plan)
-        views = split_plan(packed[:16], packed)
+        views = split_plan(packed[:HEADER], packed)
         self.apply(views)
         slots = [row[0] for row in views.rows.tolist()]
         need(len(slots) == len(set(slots)), "two rows of one slot in a step")

@@ -16,7 +16,7 @@ from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
 from stretto.params import SamplingParams
 from stretto.protocol import Request, RequestError
-from stretto.wire import NEVER, Goal, Int, Real, Seam, pack_plan, split_plan
+from stretto.wire import HEADER, NEVER, Goal, Int, Real, Seam, pack_plan, split_plan
 from tests.host.harness import Harness, PieceStream, make_world, plain_world
 
 HOST = Path(half_module.__file__).parent
@@ -54,7 +54,7 @@ def seat_of(sampling: SamplingParams, tokens=(1, 2, 3), **limits):
     plan = half.plan()
     assert plan is not None
     packed = pack_plan(plan)
-    split_plan(packed[:16], packed)
+    split_plan(packed[:HEADER], packed)
     return plan.seats[0], plan
 
 

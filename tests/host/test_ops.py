@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stretto.host.faults import HostFault
 from stretto.host.ops import Ops
-from stretto.wire import N_INT, N_REAL, HostDraft, PageOp, Seat, pack_plan, split_plan
+from stretto.wire import HEADER, N_INT, N_REAL, HostDraft, PageOp, Seat, pack_plan, split_plan
 
 
 def seat(slot: int, fresh: bool = True) -> Seat:
@@ -86,7 +86,7 @@ def test_the_last_map_of_a_table_entry_counts(entries):
         ops.map(slot, [(group, index, page)])
         table[slot, group, index] = page
     packed = pack_plan(ops.take(0, 0, []))
-    views = split_plan(packed[:16], packed)
+    views = split_plan(packed[:HEADER], packed)
     assert packed.dtype == np.int32
     assert {(s, g, i): page for s, g, i, page in views.maps.tolist()} == table
     assert len(views.maps) == len(table)
