@@ -3,7 +3,7 @@ rate, start-up and graphs; beside the serial limit of the bytes and operations, 
 
     python benchmarks/engine_gpu.py --shape llama-8b --rows 1 8 64 256 --prompt 1024 --new 64 --json out.json
 
-    python benchmarks/engine_gpu.py --rows 1 64 256 --profile      # where a decode step's and a prefill's time goes
+    python benchmarks/engine_gpu.py --rows 1 64 256 --profile      # and where a decode step's and a prefill's time goes
 
 `step_ms` is (time of 1 + N tokens - time of 1 token) / N for R equal requests, medians of `--repeat`: what mixing with
 the prompts of later requests costs is in it. `decode_ms` is one of the steps in which every row decodes.
@@ -233,11 +233,6 @@ def main() -> None:
     core, facts = make_core(args)
     results, serial = [], [0]
     print(f"{torch.cuda.get_device_name()}: reads {rate / 1e12:.2f} TB/s; {facts}", flush=True)
-    if args.profile:
-        for rows in args.rows:
-            profile(core, rows, args.prompt, True, serial)
-        profile(core, max(args.budget // args.prompt, 1), args.prompt, False, serial)
-        return
     for rows in args.rows:
         decode = decode_step(core, rows, args.prompt, 32, serial)
         ones, fulls, host = [], [], []
@@ -259,6 +254,10 @@ def main() -> None:
     if args.json:
         with open(args.json, "w") as out:
             json.dump({"read_bytes_s": rate, "shape": args.shape, **facts, "results": results}, out, indent=1)
+    if args.profile:
+        for rows in args.rows:
+            profile(core, rows, args.prompt, True, serial)
+        profile(core, max(args.budget // args.prompt, 1), args.prompt, False, serial)
 
 
 if __name__ == "__main__":

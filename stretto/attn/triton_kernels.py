@@ -320,9 +320,12 @@ def attend_kernel(q, k_cache, v_cache, tables, items, counts, arrivals, cu_q, ou
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     if PDL:
+        if KIND == 1:  # what comes after waits for this launch, whenever it starts
+            tl.extra.cuda.gdc_launch_dependents()
         if FIRST:
             tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if KIND == 0:  # the launch of the few tokens relies on this wait
+            tl.extra.cuda.gdc_launch_dependents()
     n = tl.load(counts + KIND) * HEADS_KV
     claim = pid
     while claim < n:

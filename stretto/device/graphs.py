@@ -118,7 +118,8 @@ class GraphExecutor:
         self.seen.add(bucket)
         if captured is None:
             self.eager_steps += 1
-            return self.runner.halve_now(self._padded(rows, bucket.rows), bucket)
+            bucket, finish = self.runner.halve_now(self._padded(rows, bucket.rows), bucket)
+            return bucket, lambda masks: finish(None if masks is None else _padded_masks(masks, bucket.rows))
         self.replays += 1
         captured.start(rows)
         return bucket, captured.finish
@@ -126,6 +127,7 @@ class GraphExecutor:
     def _worth_it(self, bucket: StepShape) -> bool:
         assert bucket.tokens is not None
         capable = self.runner.backend.caps.graphs and getattr(self.runner.model, "graphs", False)
+        capable = capable and self.runner.table.custom.graph_safe(bucket.processors)
         return capable and (self.capture_everything or is_usual(bucket)) and bucket.tokens <= self.largest_tokens
 
     @staticmethod
@@ -184,6 +186,13 @@ class GraphExecutor:
             if progress:
                 progress(done, len(wanted))
         torch.cuda.empty_cache()  # what the steps before the captures left
+
+
+def _padded_masks(masks: TokenMasks, rows: int) -> TokenMasks:
+    """With a row of the index for each row of the bucket: padding has no mask."""
+    index = torch.full((rows, masks.index.shape[1]), -1, dtype=torch.int32, device=masks.index.device)
+    index[: len(masks.index)] = masks.index
+    return TokenMasks(index, masks.bits)
 
 
 def usual_shapes(max_rows: int, width: int, draft_width: int) -> list[StepShape]:

@@ -18,10 +18,11 @@ HEADS = 8  # of one program of the rotation
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Waits for the launch before, and lets the one after start as far as it can."""
+    """Lets the launch after start as far as it can, then waits for the launch before. In this order: the launch after
+    waits for this one whenever it starts, and until then may fetch weights."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["eps"])

@@ -46,12 +46,12 @@ def _silu(x):
 def _start(w, rows, inputs, n, GATED: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):
     """Prefetches, then waits for the launch before; what is written before this launch may be read from here on."""
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         lines = w + rows.to(tl.int64)[:, None] * inputs + (tl.arange(0, AHEAD // 64) * 64)[None, :]
         _ask_for(lines)
         if GATED:
             _ask_for(lines + n.to(tl.int64) * inputs)
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["eps"])
