@@ -116,6 +116,15 @@ class SpeculationSection:
 
 
 @dataclass(frozen=True)
+class SamplingSection:
+    """What requests may ask of the sampler."""
+
+    enable_custom_logit_processor: bool = False
+    """Run logit processors that requests bring as code (custom_logit_processor). Whoever can send a request can then
+    do anything that this server can: only where every client is trusted."""
+
+
+@dataclass(frozen=True)
 class ParallelSection:
     """Several devices."""
 
@@ -175,6 +184,7 @@ class Config:
     kv: KVSection = field(default_factory=KVSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     speculation: SpeculationSection = field(default_factory=SpeculationSection)
+    sampling: SamplingSection = field(default_factory=SamplingSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     serve: ServeSection = field(default_factory=ServeSection)
 
@@ -658,6 +668,8 @@ class _Resolution:
         self._note("mixed steps", schedule.mixed_chunk, mixed,
                    "prompt chunks ride with running sequences" if mixed else "")
         self._note("overlap", schedule.overlap, overlap, "1 step in flight" if overlap else "")
+        code = self.config.sampling.enable_custom_logit_processor
+        self._note("code of requests", code, code, "every client can run code in the engine" if code else "")
         self._note("cap policy", schedule.cap_policy, schedule.cap_policy)
         self._note("prefix caching", kv.prefix_caching, prefix)
         for name in ("max_sessions", "session_ttl", "session_queue"):

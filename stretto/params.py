@@ -2,13 +2,16 @@
 
 Order in which the processors act, at every position of a verify window: logit bias, bad words, min_tokens (stop ids
 masked), penalties (repetition over prompt and output; presence and frequency over output, ids accepted earlier in the
-same window included), allowed ids, grammar; then temperature, top-k, top-p and min-p, which see only what is left.
+same window included), logit processors of the server's or the client's, allowed ids, grammar; then temperature, top-k,
+top-p and min-p, which see only what is left.
 Greedy is temperature 0: the lowest id among equal maxima.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from typing import Any
 
 import msgspec
 
@@ -20,6 +23,8 @@ MAX_BIASES = 1024
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD = 32  # ids of one
+MAX_PROCESSORS = 8
+MAX_PROCESSOR_BYTES = 1 << 18  # of the parameters of one, and of its code
 _RANGES = (("temperature", 0.0, 1e6), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("repetition_penalty", 0.0, 1e6),
            ("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0), ("top_k", -1, 2**31 - 1),
            ("min_tokens", 0, 2**31 - 1))
@@ -40,6 +45,25 @@ class Grammar(msgspec.Struct, frozen=True):
     source: str  # JSON text of json_schema, choice, structural_tag and llguidance; else the grammar's own text
     whitespace: bool = True  # json_schema: white space between the parts of the JSON text is free
     around: str = ""  # Lark rules; their `start` says where the grammar itself, `@answer`, stands in the answer
+
+
+class ProcessorUse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A logit processor at work on one request: one of the server's, by `name`, or the client's own code, `source`, in
+    the form of `stretto.logit_processors.CustomLogitProcessor.to_str`."""
+
+    name: str = ""
+    source: str = ""
+    params: dict[str, Any] = {}
+
+    @property
+    def key(self) -> str:
+        """Uses of equal keys are of one processor."""
+        return self.name or "code:" + hashlib.sha256(self.source.encode()).hexdigest()
+
+    @property
+    def param(self) -> str:
+        """The request's field by which it was asked for."""
+        return "logit_processors" if self.name else "custom_logit_processor"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,6 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None  # alternatives to report for each generated token; 0: only the token itself
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     grammar: Grammar | None = None  # the answer ends with it, finish_reason "stop", whatever min_tokens says
+    logit_processors: tuple[ProcessorUse, ...] = ()  # in the order of their names, code last
     speculation: int | None = None  # most drafts a step for this request; None: the server's setting; 0: off
 
     def check(self, vocab_size: int) -> None:
@@ -89,6 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise ParameterError("logit_bias", f"{len(self.logit_bias)} entries; the limit is {MAX_BIASES}")
         self._check_ids("logit_bias", self.logit_bias, vocab_size)
         self._check_restrictions(vocab_size)
+        self._check_processors()
         for value in self.logit_bias.values():
             if not (math.isfinite(value) and -100 <= value <= 100):
                 raise ParameterError("logit_bias", f"a bias is {value}; it must lie in -100..100")
@@ -106,6 +132,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise ParameterError("bad_words", f"bad_words has one of {len(run)} tokens; it must have"
                                                   f" 1..{MAX_BAD_WORD}")
             self._check_ids("bad_words", run, vocab_size)
+
+    def _check_processors(self) -> None:
+        if len(self.logit_processors) > MAX_PROCESSORS:
+            raise ParameterError("logit_processors", f"{len(self.logit_processors)} logit_processors; the limit is"
+                                                     f" {MAX_PROCESSORS}")
+        keys = [use.key for use in self.logit_processors]
+        for use in self.logit_processors:
+            if bool(use.name) == bool(use.source):
+                raise ParameterError("logit_processors", "each of logit_processors has either a name or a source")
+            if keys.count(use.key) > 1:
+                raise ParameterError(use.param, f"{use.param} names {use.name or 'the same code'} twice")
+            size = len(msgspec.json.encode(use))
+            if size > MAX_PROCESSOR_BYTES:
+                raise ParameterError(use.param, f"{use.param} takes {size} bytes, code and parameters; the limit is"
+                                                f" {MAX_PROCESSOR_BYTES}")
 
     def _check_ranges(self) -> None:
         for name, low, high in _RANGES:

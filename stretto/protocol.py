@@ -51,6 +51,9 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     want_text: bool = True  # False: ids only, the engine does not detokenise
     arrival: float = 0.0  # time.monotonic of the front end
     session: SessionTurn | None = None
+    # With max_tokens 0: one vector, the hidden state of the last token or the mean over all of them, after the final
+    # norm; not normalised.
+    pooling: Literal["last", "mean"] | None = None
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -158,6 +161,7 @@ class Output(msgspec.Struct, array_like=True):
     error: str | None = None  # with finish_reason "error"
     error_code: str | None = None  # with `error`: ENGINE_DEAD, or the request could not be served (see RequestError)
     error_param: str | None = None  # with `error_code`: the field that is at fault
+    embedding: bytes | None = None  # of a request with pooling: float32, little-endian
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
@@ -170,7 +174,10 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     kv_tokens: int  # tokens that the KV pool holds
     eos_token_ids: list[int]
     speculation_tokens: int = 0  # widest draft
+    hidden_size: int = 0  # numbers of an embedding; 0: this engine gives none
     sampling_defaults: dict[str, int | float] = {}  # by the names of SamplingParams
+    logit_processors: list[str] = []  # by which names requests may ask for them
+    custom_logit_processor: bool = False  # requests may bring code of their own
     server_info: dict = {}  # the resolved configuration and the start-up report, JSON-ready
 
 
@@ -267,3 +274,23 @@ def check_request(request: Request, info: EngineInfo) -> None:
         request.sampling.check(info.vocab_size)
     except ValueError as e:
         raise RequestError(str(e), param=getattr(e, "param", None)) from e
+    if request.pooling is not None:
+        _check_pooling(request, info)
+
+
+def _check_pooling(request: Request, info: EngineInfo) -> None:
+    if not info.hidden_size:
+        raise RequestError(f"{info.model_name} gives no embeddings", param="pooling")
+    if request.sampling.max_tokens != 0 or request.sampling.n != 1:
+        raise RequestError("a request with pooling generates nothing: max_tokens must be 0, n 1", param="pooling")
+    if request.session is not None:
+        raise RequestError("pooling and sessions exclude each other: an embedding is of its own tokens alone",
+                           param="pooling")
+    for use in request.sampling.logit_processors:
+        if use.source and not info.custom_logit_processor:
+            raise RequestError("custom_logit_processor brings code, which this server does not run: it was started"
+                               " without --enable-custom-logit-processor", param="custom_logit_processor")
+        if use.name and use.name not in info.logit_processors:
+            known = ", ".join(info.logit_processors) or "none"
+            raise RequestError(f"logit_processors names {use.name!r}; this server has {known}",
+                               param="logit_processors")

@@ -337,11 +337,11 @@ class StepResult:
     moved: list[Moved] = field(default_factory=list)  # since the last result
 
 
-# seq, rows, width of `new`, width of `offered`, alternatives (-1: no scores), prompt scores, words of faults,
-# microseconds, plans of `moved`
-RESULT_HEADER = 9
+# seq, rows, width of `new`, width of `offered`, alternatives (-1: no scores), prompt scores, numbers of each vector,
+# microseconds, plans of `moved`, words of faults
+RESULT_HEADER = 10
 _ROW_INTS = 9
-FAULT_WORDS, _MICROSECONDS, _MOVED = 6, 7, 8  # of the header
+_MICROSECONDS, _MOVED, FAULT_WORDS = 7, 8, 9  # of the header
 NOTHING_LEFT = 1 << 29  # in `wants`: a logit processor of the row left nothing that can be sampled
 
 
@@ -371,7 +371,7 @@ class ResultLayout:
                 + self.prompt_scores * (2 + self.score_words) + self.rows * self.pooled)
 
     def header(self, seq: int) -> list[int]:
-        return [seq, self.rows, self.width, self.offers, self.alternatives, self.prompt_scores, self.pooled, 0]
+        return [seq, self.rows, self.width, self.offers, self.alternatives, self.prompt_scores, self.pooled, 0, 0, 0]
 
 
 def _score(words: np.ndarray, wanted: int, alternatives: int) -> TokenScore:
@@ -411,7 +411,8 @@ def unpack_result(packed: np.ndarray) -> StepResult:
     """Inverse of what the device half packs. Row words: slot, epoch, fed, verified, length, known, done | wants << 1,
     number of new ids, number of offered ids, new ids, offered ids. `wants` is the row's LOGPROBS column + 1, perhaps
     with NOTHING_LEFT. Then per row and new id a score; then prompt scores as (row, position of the scored token,
-    score); then faults as (row, bytes, text); then what `with_times` adds."""
+    score); then a vector for each row where some row embeds; then faults as (row, bytes, text); then what `with_times`
+    adds."""
     packed, seconds, moved = _times(packed)
     head = packed[:RESULT_HEADER].tolist()
     tail = len(packed) - head[FAULT_WORDS]
@@ -431,11 +432,12 @@ def unpack_result(packed: np.ndarray) -> StepResult:
             rows[-1].fault = "it left nothing that can be sampled: every logit is -inf, or one is NaN or +inf"
     for row, message in unpack_processors(faults).items():  # the same layout
         rows[row].fault = message.decode()
+    scored = layout.words - layout.rows * layout.pooled
     if layout.alternatives >= 0:
-        _unpack_scores(packed[end:], layout, rows, wants)
+        _unpack_scores(packed[end:scored], layout, rows, wants)
     if layout.pooled:
-        vectors = packed[layout.words - layout.rows * layout.pooled : layout.words].view(np.float32)
-        for row, vector in zip(rows, vectors.reshape(layout.rows, layout.pooled)):
+        vectors = np.ascontiguousarray(packed[scored:]).view(np.float32).reshape(layout.rows, layout.pooled)
+        for row, vector in zip(rows, vectors):
             row.pooled = vector
     return StepResult(head[0], rows, seconds, moved)
 

@@ -12,6 +12,7 @@ from stretto.config import (
     KVSection,
     ModelSection,
     ParallelSection,
+    SamplingSection,
     ScheduleSection,
     ServeSection,
     SpeculationSection,
@@ -32,7 +33,9 @@ class EngineSections:
     schedule: Annotated[ScheduleSection, Parameter(name="*", group=Group("Schedule", sort_key=3))] = DEFAULTS.schedule
     speculation: Annotated[SpeculationSection, Parameter(
         name="*", group=Group("Speculation", sort_key=4))] = DEFAULTS.speculation
-    parallel: Annotated[ParallelSection, Parameter(name="*", group=Group("Devices", sort_key=5))] = DEFAULTS.parallel
+    sampling: Annotated[SamplingSection, Parameter(
+        name="*", group=Group("Sampling", sort_key=5))] = DEFAULTS.sampling
+    parallel: Annotated[ParallelSection, Parameter(name="*", group=Group("Devices", sort_key=6))] = DEFAULTS.parallel
 
     def config(self) -> Config:
         """The sections as one configuration; those that the command does not take have their defaults."""
@@ -44,7 +47,7 @@ class ServerSections(EngineSections):
     """What commands about a server take."""
 
     serve: Annotated[ServeSection, Parameter(
-        name="*", group=Group("Server", sort_key=6), negative_iterable=())] = DEFAULTS.serve
+        name="*", group=Group("Server", sort_key=7), negative_iterable=())] = DEFAULTS.serve
 
 
 EngineOptions = Annotated[EngineSections, Parameter(name="*")]

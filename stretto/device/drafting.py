@@ -40,12 +40,18 @@ class Chooser:
         slots = self.step.slots.long()
         return slots if rows is None else slots[rows]
 
+    @property
+    def _reads_the_log(self) -> bool:
+        """Some processor of this step counts or reads the ids before a position."""
+        assert self.shape is not None
+        return self.shape.penalised or self.shape.restricted or bool(self.shape.processors)
+
     def __call__(self, logits: torch.Tensor, rows: torch.Tensor | None, offset: int) -> torch.Tensor:
         assert self.shape is not None and self.step is not None
         slots, table = self._slots(rows), self.table
         where = Positions(slots, table.known[slots] + offset, table.ints, table.reals)
-        ids = sample(process(logits, where, table, self.shape), where, self.shape)
-        if self.shape.penalised or self.shape.restricted:
+        ids = sample(process(logits, where, table, self.shape, proposing=True), where, self.shape)
+        if self._reads_the_log:
             n_out = self.step.n_out if rows is None else self.step.n_out[rows]
             table.sketch(slots, n_out, offset, ids)
         return ids
@@ -53,12 +59,12 @@ class Chooser:
     def block(self, logits: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         assert self.shape is not None
         n, width, vocab = logits.shape
-        if self.shape.penalised or self.shape.restricted:  # each id depends on those before it
+        if self._reads_the_log:  # each id depends on those before it
             return torch.stack([self(logits[:, i], rows, i) for i in range(width)], 1)
         slots = self._slots(rows).repeat_interleave(width)
         offset = torch.arange(width, device=slots.device).repeat(n)
         where = Positions(slots, self.table.known[slots] + offset, self.table.ints, self.table.reals)
-        flat = process(logits.reshape(n * width, vocab), where, self.table, self.shape)
+        flat = process(logits.reshape(n * width, vocab), where, self.table, self.shape, proposing=True)
         return sample(flat, where, self.shape).view(n, width)
 
 

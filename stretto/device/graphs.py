@@ -45,7 +45,7 @@ def bucketed(shape: StepShape) -> StepShape:
 def is_usual(shape: StepShape) -> bool:
     """False for features that are rare and would multiply the graphs."""
     return not (shape.penalised or shape.biased or shape.restricted or shape.min_tokens or shape.scores_prompt
-                or shape.alternatives >= 0)
+                or shape.pools or shape.alternatives >= 0)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 
 from stretto.ops.commit import Commit
 from stretto.ragged import RaggedStep
+from stretto.wire import FAULT_WORDS, pack_faults
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,14 @@ class StepOutput:
 
     header: list[int]
     body: torch.Tensor  # int32, flat
+    faults: tuple[tuple[int, str], ...] = ()  # (row, what its logit processor did wrong)
 
     def packed(self, body: np.ndarray) -> np.ndarray:
         """The packed result, once the body has come to the host."""
-        return np.concatenate([np.asarray(self.header, dtype=np.int32), body])
+        tail = pack_faults(self.faults)
+        header = np.asarray(self.header, dtype=np.int32)
+        header[FAULT_WORDS] = len(tail)
+        return np.concatenate([header, body, tail])
 
 
 def pack_rows(step: RaggedStep, rows: torch.Tensor, outcome: Commit, offered: torch.Tensor, offer_width: torch.Tensor,
@@ -44,6 +49,9 @@ def pack_rows_reference(step: RaggedStep, rows: torch.Tensor, outcome: Commit, o
     return torch.cat([table, outcome.ids.to(torch.int32), offered.to(torch.int32)], 1)
 
 
-def pack_body(table: torch.Tensor, new_scores: torch.Tensor | None, prompt_scores: torch.Tensor | None) -> torch.Tensor:
-    """table [R, row words]; new_scores [R, W, score words]; prompt_scores [N, 2 + score words]. Flat int32."""
-    return torch.cat([part.flatten() for part in (table, new_scores, prompt_scores) if part is not None])
+def pack_body(table: torch.Tensor, new_scores: torch.Tensor | None, prompt_scores: torch.Tensor | None,
+              pooled: torch.Tensor | None = None) -> torch.Tensor:
+    """table [R, row words]; new_scores [R, W, score words]; prompt_scores [N, 2 + score words]; pooled [R, hidden_size]
+    float32. Flat int32."""
+    bits = pooled.contiguous().view(torch.int32) if pooled is not None else None
+    return torch.cat([part.flatten() for part in (table, new_scores, prompt_scores, bits) if part is not None])

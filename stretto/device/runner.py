@@ -26,13 +26,14 @@ from stretto.model.api import CausalModel
 from stretto.ops.attend import StepAttention
 from stretto.ops.bind import bind
 from stretto.ops.commit import judge
+from stretto.ops.pool import last_states, row_sums
 from stretto.ragged import RaggedStep
 from stretto.sample.features import FeatureMirror, StepShape, step_shape
 from stretto.sample.logprobs import token_scores
 from stretto.sample.processors import TokenMasks
 from stretto.sample.verify import mask, process, prompt_targets, sample, sampled_positions
 from stretto.spec.api import Drafter, Offer
-from stretto.wire import HEADER, MASK_HEADER, Int, PackedPlan, ResultLayout, split_mask, split_plan
+from stretto.wire import HEADER, MASK_HEADER, NOTHING_LEFT, Goal, Int, PackedPlan, ResultLayout, split_mask, split_plan
 
 SCORE_SLICE = 128  # prompt positions whose logits exist at one time
 
@@ -67,6 +68,7 @@ class HalfStep:
     seq: int
     shape: StepShape
     finish: Finish
+    slots: list[int]  # of its rows
 
 
 class Halver(Protocol):
@@ -114,13 +116,14 @@ class Runner:
         self.drafting.seat(plan.seats)
         if not len(plan.rows):
             return StepOutput(ResultLayout(0, 1, 0).header(plan.seq), on_device[:0])
-        rows = self.features.of_rows(on_host.rows[:, 0].tolist())
+        slots = on_host.rows[:, 0].tolist()
+        rows = self.features.of_rows(slots)
         asked = step_shape(on_host.rows[:, 2].tolist(), rows, plan.draft_width if self.drafter else 0, self.exact,
                            plan.late_mask)
         if plan.late_mask:
-            return HalfStep(plan.seq, *self.halve(plan.rows, asked))
+            return HalfStep(plan.seq, *self.halve(plan.rows, asked), slots)
         body, shape = self.execute(plan.rows, asked)
-        return StepOutput(_layout(shape, len(body)).header(plan.seq), body)
+        return self._output(plan.seq, shape, body, slots)
 
     @torch.inference_mode()
     def end(self, half: HalfStep, packed: np.ndarray) -> StepOutput:
@@ -128,10 +131,16 @@ class Runner:
         on_device = torch.from_numpy(packed).to(self.model.device, non_blocking=True)
         index, bits = split_mask(packed[:MASK_HEADER], on_device)
         body = half.finish(TokenMasks(index, bits) if len(bits) else None)
-        return StepOutput(_layout(half.shape, len(body)).header(half.seq), body)
+        return self._output(half.seq, half.shape, body, half.slots)
+
+    def _output(self, seq: int, shape: StepShape, body: torch.Tensor, slots: list[int]) -> StepOutput:
+        faults = self.table.custom.take_faults(slots)
+        return StepOutput(_layout(shape, len(body), self.model.hidden_size).header(seq), body, tuple(faults))
 
     def _before(self, on_host: PackedPlan[np.ndarray]) -> None:
         self.features.update(on_host)
+        if (on_host.seats[:, 4 + Int.GOAL] >= Goal.EMBED).any():
+            self.table.widen_sums(self.model.hidden_size)
         if len(on_host.biases):
             self.table.widen_biases(int(on_host.biases[:, 1].max()) + 1)
         if len(on_host.allowed) or len(on_host.bad_words):
@@ -172,7 +181,10 @@ class Runner:
         table.commit(step.slots, outcome)
         offered, offer_width = self._draft(step, taps, shape)
         wants = table.column(Int.LOGPROBS, step.slots) + 1
-        return pack_body(pack_rows(step, rows, outcome, offered, offer_width, wants), new_scores, prompt_scores)
+        if shape.processors:
+            wants = wants + (table.custom.dead[step.slots.long()] > 0) * NOTHING_LEFT
+        return pack_body(pack_rows(step, rows, outcome, offered, offer_width, wants), new_scores, prompt_scores,
+                         self._pooled(hidden, step, shape))
 
     def _model(self, step: RaggedStep) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Hidden states [T, hidden_size] and the drafter's taps. A step whose rows had all ended feeds nothing."""
@@ -213,6 +225,16 @@ class Runner:
             out = torch.where((offsets < step.n_out[:, None])[:, :, None], scores[at], out)
         return out
 
+    def _pooled(self, hidden: torch.Tensor, step: RaggedStep, shape: StepShape) -> torch.Tensor | None:
+        """A vector for each row where some row embeds, [R, hidden_size] float32: its own where it embeds and this step
+        fed its last token, anything elsewhere."""
+        if not shape.pools:
+            return None
+        sums = self.table.add_sums(step.slots, row_sums(hidden, step))
+        means = (sums / step.kv_len.clamp(min=1)[:, None]).float()
+        is_mean = self.table.column(Int.GOAL, step.slots) == Goal.EMBED_MEAN
+        return torch.where(is_mean[:, None], means, last_states(hidden, step))
+
     def _prompt_scores(self, hidden: torch.Tensor, step: RaggedStep, shape: StepShape) -> torch.Tensor | None:
         """Scores of prompt tokens, [N, 2 + words]: row (-1: padding), position of the scored token, score. The logits
         exist for a slice of positions at a time, so that a long chunk does not pay for a long head."""
@@ -229,8 +251,10 @@ class Runner:
         return torch.cat(parts) if parts else None
 
 
-def _layout(shape: StepShape, words: int) -> ResultLayout:
+def _layout(shape: StepShape, words: int, hidden_size: int) -> ResultLayout:
     """The layout of a body of so many words. How many prompt scores it holds follows from its length."""
-    bare = ResultLayout(shape.rows, shape.width, shape.draft_width, shape.alternatives)
+    pooled = hidden_size if shape.pools else 0
+    bare = ResultLayout(shape.rows, shape.width, shape.draft_width, shape.alternatives, pooled=pooled)
     left = words - (bare.words - len(bare.header(0)))
-    return ResultLayout(shape.rows, shape.width, shape.draft_width, shape.alternatives, left // (2 + bare.score_words))
+    return ResultLayout(shape.rows, shape.width, shape.draft_width, shape.alternatives, left // (2 + bare.score_words),
+                        pooled)

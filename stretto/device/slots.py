@@ -16,8 +16,20 @@ import torch
 
 from stretto.device.kv import Paged
 from stretto.ops.commit import Commit
+from stretto.sample.custom import CustomProcessors
 from stretto.spec.api import Offer
-from stretto.wire import MAX_STOP_IDS, N_INT, N_REAL, NO_TOKEN, NULL_PAGE, Int, PackedPlan, PageOp, Real
+from stretto.wire import (
+    MAX_STOP_IDS,
+    N_INT,
+    N_REAL,
+    NO_TOKEN,
+    NULL_PAGE,
+    Int,
+    PackedPlan,
+    PageOp,
+    Real,
+    unpack_processors,
+)
 
 
 class SlotTable:
@@ -36,8 +48,10 @@ class SlotTable:
         self.restricted = torch.zeros(n_slots, dtype=torch.bool, device=device)
         self.allowed = torch.zeros(n_slots, 0, dtype=torch.bool, device=device)  # [S, V] once it is needed
         self.bad_words = torch.zeros(n_slots, 0, 0, dtype=torch.int32, device=device)  # [S, N, length], from the end
+        self.sums = torch.zeros(n_slots, 0, dtype=torch.float64, device=device)  # [S, hidden_size] once it is needed
         self.tables = torch.full((n_groups, n_slots, pages), NULL_PAGE, dtype=torch.int32, device=device)
         self.page_tables = self.tables.unbind(0)  # one a group
+        self.custom = CustomProcessors(n_slots, device)
         self.ints[Int.DONE] = 1
         self.ints[Int.EPOCH] = -1
 
@@ -73,6 +87,7 @@ class SlotTable:
             slots = plan.releases.long()
             self.ints[Int.DONE].index_fill_(0, slots, 1)
             self.ints[Int.EPOCH].index_fill_(0, slots, -1)
+        self._seat_processors(on_host)
         if len(plan.seats):
             self._seat(plan)
         if len(plan.maps):
@@ -94,8 +109,17 @@ class SlotTable:
         self.stops.index_fill_(0, slots, NO_TOKEN)
         if len(plan.stops):
             self.stops[plan.stops[:, 0].long(), plan.stops[:, 1].long()] = plan.stops[:, 2]
+        if self.sums.shape[1]:
+            self.sums.index_fill_(0, slots, 0.0)
         self._seat_biases(slots, plan.biases)
         self._seat_restrictions(slots, plan)
+
+    def _seat_processors(self, on_host: PackedPlan[np.ndarray]) -> None:
+        packed = unpack_processors(on_host.processors)
+        for slot in on_host.releases.tolist():
+            self.custom.release(slot)
+        for slot in on_host.seats[:, 0].tolist():
+            self.custom.seat(slot, packed.get(slot, b""))
 
     def _seat_biases(self, slots: torch.Tensor, biases: torch.Tensor) -> None:
         self.bias_values.index_fill_(0, slots, 0.0)
@@ -125,6 +149,17 @@ class SlotTable:
         if runs > n or longest > length:
             pad = (0, max(0, longest - length), 0, max(0, runs - n))
             self.bad_words = torch.nn.functional.pad(self.bad_words, pad, value=NO_TOKEN)
+
+    def widen_sums(self, hidden_size: int) -> None:
+        """Room for a sum of hidden states a slot."""
+        if not self.sums.shape[1]:
+            self.sums = torch.zeros(len(self.sums), hidden_size, dtype=torch.float64, device=self.device)
+
+    def add_sums(self, slots: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        """Adds what the rows of a step sum up to, [R, hidden_size]; returns what stands there now. Rows of slot 0 are
+        padding and sum up to nothing."""
+        self.sums.index_add_(0, slots.long(), sums)
+        return self.sums[slots.long()]
 
     def widen_biases(self, width: int) -> None:
         """Room for `width` logit biases a slot; called before the plan that needs it, which is rare."""

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
@@ -52,12 +53,15 @@ from stretto.model.source import WeightError
 from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo
 from stretto.report import start_report
+from stretto.sample.custom import CustomProcessors, ProcessorError, Registry
 from stretto.spec.context import DrafterError, Target
 from stretto.spec.registry import drafter_sizes, make_drafter, make_host_drafter
 from stretto.text.gguf_file import GGUFError
 from stretto.text.grammar import GrammarTokenizer, vocabulary
 from stretto.text.stream import IncrementalText
 from stretto.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """(what, done, of how many): loading and warm-up."""
@@ -149,7 +153,8 @@ def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCo
     model = load_model(prepared.path, dtype=dtype, device=device, progress=copied, context=resolved.max_model_len)
     clock.lap("weights")
     runner, backend = make_runner(model, prepared)
-    limits = host_limits(resolved, eos_ids(prepared, tokenizer), _host_drafter(prepared))
+    processors = runner.table.custom.registry
+    limits = host_limits(resolved, eos_ids(prepared, tokenizer), _host_drafter(prepared), processors)
     host = HostHalf(limits, text_streams(tokenizer), grammars(tokenizer, model.vocab_size, limits.eos_token_ids))
     clock.lap("KV cache")
     device_half = make_device(runner, overlap=resolved.depth > 0)
@@ -159,6 +164,7 @@ def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCo
         device_half.warm_up(shapes, partial(progress, "graphs") if progress else None)
         clock.lap("graphs")
     info = _info(prepared, model, backend, host, tokenizer, timings)
+    info.logit_processors, info.custom_logit_processor = sorted(processors.named), processors.allow_code
     return EngineCore(host, device_half, info, resolved.depth)
 
 
@@ -183,10 +189,23 @@ def make_runner(model: CausalModel, prepared: Prepared) -> tuple[Runner, Attenti
     kv = KVCache(model.layers, groups, [n - 1 for n in resolved.pages], resolved.page_size, model.dtype, model.device)
     table = SlotTable(resolved.max_num_seqs + 1, resolved.max_model_len, resolved.page_size, len(groups), model.device,
                       resolved.lookahead)
+    table.custom = _processors(table, model.vocab_size, resolved)
     runner = Runner(model, backend, kv, table)
     if drafter is not None and drafter.caps.where == "device":
         _load_drafter(runner, prepared)
     return runner, backend
+
+
+def _processors(table: SlotTable, vocab_size: int, resolved: Resolved) -> CustomProcessors:
+    """Raises compat.ConfigError for an installed logit processor that does not load."""
+    allow_code = resolved.config.sampling.enable_custom_logit_processor
+    try:
+        registry = Registry.installed(allow_code)
+    except ProcessorError as e:
+        raise ConfigError([Refusal("the logit processors", "this installation", str(e), "uninstall it")]) from e
+    if allow_code:
+        logger.warning("--enable-custom-logit-processor: whoever can send a request can run code in this process")
+    return CustomProcessors(len(table.log), table.device, registry, vocab_size)
 
 
 def _load_drafter(runner: Runner, prepared: Prepared) -> None:
@@ -215,7 +234,8 @@ def _host_drafter(prepared: Prepared) -> HostDrafter | None:
                                    "choose another drafter")]) from e
 
 
-def host_limits(resolved: Resolved, eos: frozenset[int], drafter: HostDrafter | None = None) -> HostLimits:
+def host_limits(resolved: Resolved, eos: frozenset[int], drafter: HostDrafter | None = None,
+                processors: Registry | None = None) -> HostLimits:
     return HostLimits(
         page_size=resolved.page_size, pages=tuple(n - 1 for n in resolved.pages), windows=resolved.windows,
         max_slots=resolved.max_num_seqs + 1, max_model_len=resolved.max_model_len, chunk=resolved.chunk_size,
@@ -224,6 +244,7 @@ def host_limits(resolved: Resolved, eos: frozenset[int], drafter: HostDrafter | 
         max_sessions=resolved.config.schedule.max_sessions, session_ttl=resolved.config.schedule.session_ttl,
         session_queue=resolved.config.schedule.session_queue,
         prefix_cache=resolved.prefix_caching, eos_token_ids=eos, strict="PYTEST_VERSION" in os.environ, drafter=drafter,
+        check_processor=processors.check if processors is not None else None,
         seeds=random.SystemRandom() if resolved.seed is None else random.Random(resolved.seed))
 
 
@@ -253,7 +274,7 @@ def _info(prepared: Prepared, model: CausalModel, backend: AttentionBackend, hos
     report = start_report(resolved, prepared.facts, __version__, timings, type(backend).__name__)
     return EngineInfo(model_name=resolved.model_name, vocab_size=model.vocab_size, max_model_len=resolved.max_model_len,
                       max_num_seqs=resolved.max_num_seqs, kv_tokens=resolved.kv_tokens,
-                      sampling_defaults=dict(resolved.sampling_defaults),
+                      hidden_size=model.hidden_size, sampling_defaults=dict(resolved.sampling_defaults),
                       eos_token_ids=sorted(eos_ids(prepared, tokenizer)),
                       speculation_tokens=resolved.speculation_tokens, server_info=report)
 

@@ -38,6 +38,8 @@ class Counters:
     masked_positions: int = 0  # for which a mask was made
     grammar_ends: int = 0  # turns that a grammar ended
     grammar_errors: int = 0  # turns whose grammar could not be compiled, or led into a dead end
+    processor_steps: int = 0  # with a row whose request has logit processors of its own
+    processor_errors: int = 0  # turns that one of those failed
     forks: int = 0
     forks_without_pages: int = 0
     host_drafts: int = 0

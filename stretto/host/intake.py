@@ -38,8 +38,9 @@ class Intake:
         if sampling.stop and self._text_stream is None:
             raise RequestError("stop strings need the text, and this engine has no tokenizer: use stop_token_ids",
                                param="stop")
-        goal = Goal.SCORE if sampling.max_tokens == 0 else Goal.GENERATE
-        asked = prompt + 1 if goal == Goal.SCORE else self._asked(prompt, sampling)
+        self._check_processors(sampling)
+        goal = _goal(request)
+        asked = self._asked(prompt, sampling) if goal == Goal.GENERATE else prompt + 1
         if capacity is not None and goal == Goal.GENERATE:
             if prompt >= capacity:
                 raise RequestError(f"the prompt has {prompt} tokens; this session was opened for {capacity}: rewind it,"
@@ -60,6 +61,15 @@ class Intake:
         if not turn.ready:
             self.compiling.append(turn)
         return turn
+
+    def _check_processors(self, sampling: SamplingParams) -> None:
+        for use in sampling.logit_processors:
+            if self._limits.check_processor is None:
+                raise RequestError("this engine runs no logit processors", param=use.param)
+            try:
+                self._limits.check_processor(use)
+            except ValueError as e:
+                raise RequestError(str(e), param=use.param, code="invalid_logit_processor") from e
 
     def choice(self, turn: Turn, index: int) -> Turn:
         """Another choice of the same request, on the same prompt."""
@@ -94,3 +104,9 @@ class Intake:
     def _stream(self, request: Request) -> TextStream | None:
         wanted = request.want_text or request.sampling.stop
         return self._text_stream(request.sampling) if self._text_stream is not None and wanted else None
+
+
+def _goal(request: Request) -> Goal:
+    if request.pooling is not None:
+        return Goal.EMBED_MEAN if request.pooling == "mean" else Goal.EMBED
+    return Goal.SCORE if request.sampling.max_tokens == 0 else Goal.GENERATE

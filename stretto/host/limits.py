@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from stretto.params import ProcessorUse
+
 CAP_POLICIES = ("full", "one_in_mixed", "budget")
 
 HostDrafter = Callable[[Sequence[int], int], list[int]]
@@ -36,6 +38,7 @@ class HostLimits:
     seeds: random.Random = field(default_factory=random.SystemRandom)  # of requests that name no seed
     strict: bool = True  # a failed check raises; otherwise it is counted and ends the request with "error"
     drafter: HostDrafter | None = None
+    check_processor: Callable[[ProcessorUse], None] | None = None  # ValueError for one that cannot run; None: none can
     poison: bool = False  # debug: freed pages are made unreadable
     max_sessions: int = 4096
     session_ttl: float = 3600.0  # seconds idle until a session closes, unless it was opened with its own

@@ -278,6 +278,7 @@ class Planner:
             wire_rows.append((turn.slot, turn.epoch, reservation.q_cap))
         need(planned <= self._limits.budget, f"a step of {planned} tokens; the budget is {self._limits.budget}")
         self._count(rows, planned)
+        self._counters.processor_steps += any(row.turn.job.request.sampling.logit_processors for row in rows)
         width = max(row.turn.job.width for row in rows) if self._limits.drafter is None else 0
         plan = self._ops.take(self._seq, width, wire_rows)
         plan.late_mask = any(_is_masked(row.turn) for row in rows)

@@ -68,6 +68,10 @@ class Results:
         self._ledger.confirm(lease, seq, row.length)
         if row.known != len(turn.tokens) + len(row.new):
             raise HostFault(f"the device knows {row.known} ids; {len(turn.tokens)} were known, {len(row.new)} emitted")
+        if row.fault:
+            self._ledger.settle(lease, len(turn.tokens))
+            outputs += self.fail_processor(turn, row.fault)
+            return
         if turn.grammar is not None:
             turn.grammar.offered = (turn.epoch, row.offered)
         if row.prompt_scores and turn.scores is not None:
@@ -80,8 +84,12 @@ class Results:
                 self._finish(turn, ending, outputs, exact=row.done and row.known == len(turn.tokens))
                 return
         elif row.done:
-            need(turn.job.goal == Goal.SCORE, "a turn that generates was ended without an id")
+            need(turn.job.goal != Goal.GENERATE, "a turn that generates was ended without an id")
             outputs += self._outputs_at_end(turn, (LENGTH, None), scores=self._take_scores(turn))
+            if turn.job.goal != Goal.SCORE:
+                need(row.pooled is not None, "no vector came of a turn that embeds")
+                assert row.pooled is not None
+                outputs[-1].embedding = row.pooled.astype("<f4").tobytes()
             self._finish(turn, (LENGTH, None), outputs, exact=True)
             return
         if swapped := self._ledger.publish(lease, turn.tokens):
@@ -231,9 +239,20 @@ class Results:
     def fail(self, turn: Turn, cause: str) -> list[Output]:
         """Ends one turn whose grammar cannot be used, or has led into a dead end: the request's own fault."""
         self._counters.grammar_errors += 1
+        return self._fail(turn, cause, "invalid_grammar", None)
+
+    def fail_processor(self, turn: Turn, cause: str) -> list[Output]:
+        """Ends one turn whose logit processor has failed. Code of the client's is the client's own fault."""
+        self._counters.processor_errors += 1
+        uses = turn.job.request.sampling.logit_processors
+        own = any(use.source for use in uses)
+        code = "custom_logit_processor_failed" if own else "logit_processor_failed"
+        return self._fail(turn, cause, code, uses[-1].param if uses else None)
+
+    def _fail(self, turn: Turn, cause: str, code: str, param: str | None) -> list[Output]:
         outputs = self._outputs_at_end(turn, (ERROR, None), error=cause)
         for output in outputs:
-            output.error_code = "invalid_grammar"
+            output.error_code, output.error_param = code, param
         self._unseat(turn)
         self._let_go(turn)
         return outputs + (self._sessions.failed(turn) if turn.session is not None else [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from stretto.host.ledger import Lease
 from stretto.host.turn import Job, Turn
 from stretto.wire import Goal, Seat
@@ -12,7 +14,12 @@ def seat_of(turn: Turn, lease: Lease, *, fresh: bool, seam: int, log_from: int) 
     sampling = turn.job.request.sampling
     return Seat(turn.slot, fresh, _ints(turn, lease, seam), _reals(turn.job), log_from, turn.tokens[log_from:],
                 turn.job.stop_ids if turn.job.goal == Goal.GENERATE else (), tuple(sorted(sampling.logit_bias.items())),
-                sampling.allowed_token_ids, sampling.bad_words)
+                sampling.allowed_token_ids, sampling.bad_words, _processors(turn.job))
+
+
+def _processors(job: Job) -> bytes:
+    uses = job.request.sampling.logit_processors if job.goal == Goal.GENERATE else ()
+    return msgspec.json.encode(uses) if uses else b""
 
 
 def _ints(turn: Turn, lease: Lease, seam: int) -> list[int]:

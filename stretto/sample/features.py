@@ -3,11 +3,13 @@ needs one pays nothing for it and nobody has to ask the device. These are settin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stretto.wire import N_INT, NEVER, Int, PackedPlan, Real
+from stretto.sample.custom import read_uses
+from stretto.wire import N_INT, NEVER, Goal, Int, PackedPlan, Real, unpack_processors
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,9 @@ class Features:
     min_tokens: bool = False
     alternatives: int = -1  # log-probabilities: -1 none, else alternatives a token
     scores_prompt: bool = False
+    pools: bool = False  # it embeds
     speculation: int = 0
+    processors: frozenset[str] = frozenset()  # keys of custom ones
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,15 @@ class StepShape:
     min_tokens: bool = False
     alternatives: int = -1
     scores_prompt: bool = False
+    pools: bool = False
     masked: bool = False  # a grammar says what some rows may sample
+    processors: tuple[str, ...] = ()  # keys of custom logit processors, in the order in which they act
 
 
 def step_shape(caps: list[int], rows: list[Features], draft_width: int, exact: bool,
                masked: bool = False) -> StepShape:
     """`caps` are the planned q_cap of the rows. `exact`: sizes of tokens and logits are read, not bounded."""
+    custom = frozenset().union(*(f.processors for f in rows))
     windows = [min(cap, 1 + f.speculation) for cap, f in zip(caps, rows, strict=True)]
     return StepShape(
         rows=len(rows), tokens=None if exact else sum(caps), logits=None if exact else sum(windows), width=max(windows),
@@ -56,7 +63,13 @@ def step_shape(caps: list[int], rows: list[Features], draft_width: int, exact: b
         penalised=any(f.penalised for f in rows), biased=any(f.biased for f in rows),
         restricted=any(f.restricted for f in rows),
         min_tokens=any(f.min_tokens for f in rows), alternatives=max(f.alternatives for f in rows),
-        scores_prompt=any(f.scores_prompt for f in rows), masked=masked)
+        scores_prompt=any(f.scores_prompt for f in rows), pools=any(f.pools for f in rows), masked=masked,
+        processors=in_order(custom))
+
+
+def in_order(keys: Iterable[str]) -> tuple[str, ...]:
+    """Named processors by name, then those of clients."""
+    return tuple(sorted(keys, key=lambda key: (key.startswith("code:"), key)))
 
 
 class FeatureMirror:
@@ -69,10 +82,14 @@ class FeatureMirror:
             self.of_slot.pop(slot, None)
         biased = set(plan.biases[:, 0].tolist())
         restricted = {*plan.allowed[:, 0].tolist(), *plan.bad_words[:, 0].tolist()}
+        processors = unpack_processors(plan.processors)
         for seat in plan.seats:
             slot = int(seat[0])
             self.of_slot[slot] = _features(seat[4 : 4 + N_INT], seat[4 + N_INT :].view(np.float32), slot in biased,
                                             slot in restricted)
+            if slot in processors:
+                keys = frozenset(use.key for use in read_uses(processors[slot]))
+                self.of_slot[slot] = replace(self.of_slot[slot], processors=keys)
 
     def of_rows(self, slots: list[int]) -> list[Features]:
         none = Features()
@@ -86,4 +103,5 @@ def _features(ints: np.ndarray, reals: np.ndarray, biased: bool, restricted: boo
     return Features(sampled=sampled, filtered=sampled and filtered, penalised=penalised, biased=biased,
                     restricted=restricted,
                     min_tokens=bool(ints[Int.FIRST_STOP] > ints[Int.PROMPT]), alternatives=int(ints[Int.LOGPROBS]),
-                    scores_prompt=bool(ints[Int.SCORE_FROM] != NEVER), speculation=int(ints[Int.SPECULATION]))
+                    scores_prompt=bool(ints[Int.SCORE_FROM] != NEVER), pools=bool(ints[Int.GOAL] >= Goal.EMBED),
+                    speculation=int(ints[Int.SPECULATION]))

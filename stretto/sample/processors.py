@@ -1,9 +1,9 @@
 """Logit processors, applied at every sampled position of every row, through the slot table.
 
-Order (documented for users in `stretto.params`): logit bias, bad words, min_tokens, penalties, allowed ids, grammar;
-then temperature, top-k, top-p and min-p in `sampler`. Penalties and bad words read the row's own log, so a rewind, a
-retraction or a rejected draft has nothing to undo: the ids before a position are the log before it, drafts of the same
-window included.
+Order (documented for users in `stretto.params`): logit bias, bad words, min_tokens, penalties, custom processors
+(`custom.py`), allowed ids, grammar; then temperature, top-k, top-p and min-p in `sampler`. Penalties and bad words read
+the row's own log, so a rewind, a retraction or a rejected draft has nothing to undo: the ids before a position are the
+log before it, drafts of the same window included.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ _FORBIDDEN = -1e9  # finite: what a grammar demands is still found
 
 class Positions:
     """The sampled positions of a step. Shapes: L logit rows. `at` is the log position that is being sampled."""
+
+    @property
+    def used(self) -> torch.Tensor | None:
+        """[L] bool: which are no padding; None: all."""
+        return None
 
     def __init__(self, slots: torch.Tensor, at: torch.Tensor, ints: torch.Tensor, reals: torch.Tensor):
         self.slots, self.at, self.ints, self.reals = slots, at, ints, reals

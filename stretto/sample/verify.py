@@ -42,6 +42,11 @@ class StepPositions(Positions):
         rows = self.step.out_rows
         return self.table.known[self.slots] + torch.arange(len(rows), device=rows.device) - self.step.cu_out[rows]
 
+    @property
+    def used(self) -> torch.Tensor | None:
+        rows = self.step.out_rows
+        return torch.arange(len(rows), device=rows.device) < self.step.cu_out[-1] if rows.is_cuda else None
+
 
 def sampled_positions(step: RaggedStep, table: SlotTable) -> Positions:
     """Where each logit row samples; before the step is committed."""
@@ -57,9 +62,10 @@ def mask(logits: torch.Tensor, step: RaggedStep, masks: TokenMasks) -> torch.Ten
     return logits
 
 
-def process(logits: torch.Tensor, where: Positions, table: SlotTable, shape: StepShape) -> torch.Tensor:
-    """logits [L, V] float32; returns them processed (a copy where anything changes)."""
-    if not (shape.biased or shape.restricted or shape.min_tokens or shape.penalised):
+def process(logits: torch.Tensor, where: Positions, table: SlotTable, shape: StepShape,
+            proposing: bool = False) -> torch.Tensor:
+    """logits [L, V] float32; returns them processed (a copy where anything changes). `proposing`: of a drafter."""
+    if not (shape.biased or shape.restricted or shape.min_tokens or shape.penalised or shape.processors):
         return logits
     logits = logits.clone()
     if shape.biased:
@@ -70,6 +76,8 @@ def process(logits: torch.Tensor, where: Positions, table: SlotTable, shape: Ste
         forbid_stops(logits, where, table.stops)
     if shape.penalised:
         penalise(logits, where, table.log)
+    if shape.processors:
+        logits = table.custom.apply(logits, where, table.log, shape.processors, proposing)
     if shape.restricted and table.allowed.shape[1]:
         keep_allowed(logits, where, table.allowed, table.restricted)
     return logits

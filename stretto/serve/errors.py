@@ -81,7 +81,8 @@ class JSONResponse(Response):
 
 
 REFUSALS = {"session_busy": 409, "session_closing": 409, "session_exists": 409, "session_not_found": 404,
-            "session_turn_not_found": 404, "too_many_sessions": 429}  # codes of RequestError that are not 400
+            "session_turn_not_found": 404, "too_many_sessions": 429,
+            "logit_processor_failed": 500}  # codes of RequestError that are not 400
 
 
 def refused(error: RequestError, message: str | None = None, param: str | None = None) -> ApiError:

@@ -27,9 +27,11 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("audio", "modalities", "prompt_embeds", "mm_processor_kwargs"), _TEXT_ONLY),
     **dict.fromkeys(("use_beam_search", "length_penalty", "beam_width", "early_stopping"), _BEAM),
     **dict.fromkeys(("prediction", "store", "verbosity", "web_search_options", "service_tier", "documents",
-                     "logits_processors", "custom_logit_processor", "xtc_probability",
+                     "xtc_probability",
                      "typical_p", "mirostat", "dry_multiplier", "thinking_token_budget", "lora_path", "adapter_id",
-                     "return_hidden_states", "kv_transfer_params", "vllm_xargs", "input_embeds", "suffix"), _NOT_HERE),
+                     "return_hidden_states", "kv_transfer_params", "input_embeds", "suffix"), _NOT_HERE),
+    "vllm_xargs": "parameters of a logit processor stand beside its name in logit_processors",
+    "logits_processors": "the name here is logit_processors: a list of {name, params}",
     "chat_template": "templates come from the model's files, not from requests",
     "spaces_between_special_tokens": "special tokens are joined as the tokenizer joins them",
 }

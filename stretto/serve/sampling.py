@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.params import SamplingParams
+from stretto.params import ProcessorUse, SamplingParams
 from stretto.protocol import RequestError
 from stretto.serve.errors import ApiError, bad_request, refused
 from stretto.serve.schemas import ChatRequest, CompletionRequest, GenerationBody
@@ -49,6 +49,16 @@ def _biases(body: GenerationBody) -> dict[int, float]:
     return {int(token): bias for token, bias in biases.items()}
 
 
+def _processors(body: GenerationBody) -> tuple[ProcessorUse, ...]:
+    named = tuple(ProcessorUse(name=use.name, params=use.params or {}) for use in body.logit_processors or ())
+    if body.custom_logit_processor:
+        return *named, ProcessorUse(source=body.custom_logit_processor, params=body.custom_params or {})
+    if body.custom_params:
+        raise bad_request("custom_params are for custom_logit_processor, which is not there; those of the server's"
+                          " processors stand beside their names in logit_processors", "custom_params")
+    return named
+
+
 def _prompt_logprobs(body: GenerationBody) -> int | None:
     if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
         return max(body.logprobs, body.prompt_logprobs or 0)
@@ -69,7 +79,7 @@ def to_sampling(body: GenerationBody, defaults: Mapping[str, float | int]) -> Sa
         fields["max_tokens"] = limit
     fields["prompt_logprobs"] = _prompt_logprobs(body)
     return SamplingParams(
-        **fields, logprobs=asked_logprobs(body), logit_bias=_biases(body), stop=tuple(body.stop or ()),
+        **fields, logit_processors=_processors(body), logprobs=asked_logprobs(body), logit_bias=_biases(body), stop=tuple(body.stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()), include_stop=bool(body.include_stop_str_in_output),
         speculation=body.speculation.tokens if body.speculation is not None else None)
 

@@ -102,6 +102,14 @@ class Speculation(BaseModel):
     tokens: Annotated[Integer, Field(ge=0, description="most drafts per step for this request; 0: none")]
 
 
+class LogitProcessorUse(BaseModel):
+    """A logit processor that the server has, and what it is told."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    name: Annotated[str, Field(min_length=1)]
+    params: dict[str, Any] | None = None
+
+
 class SessionOptions(BaseModel):
     """How a call continues the session that `session_id` names."""
 
@@ -178,6 +186,9 @@ class GenerationBody(Body):
     structural_tag: Any = None
     bad_words: list[str] | None = None
     allowed_token_ids: TokenIds = None
+    logit_processors: list[LogitProcessorUse] | None = None
+    custom_logit_processor: Annotated[str | None, Field(description="code, where the server allows it")] = None
+    custom_params: Annotated[dict[str, Any] | None, Field(description="what that code is told")] = None
     user: Any = None  # these four identify and describe; they ask for nothing
     metadata: Any = None
     safety_identifier: Any = None
