@@ -64,6 +64,7 @@ def join_outputs(first: Output, second: Output) -> Output:
     first.usage = second.usage or first.usage
     first.finish_reason, first.stop_reason, first.error = second.finish_reason, second.stop_reason, second.error
     first.error_code, first.error_param = second.error_code, second.error_param
+    first.embedding = second.embedding
     return first
 
 

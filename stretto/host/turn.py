@@ -69,5 +69,6 @@ class Turn:
 
     @property
     def adoptable(self) -> int:
-        """Tokens that a prefix hit may cover: one must be fed, and every owed prompt score needs its position fed."""
-        return min(len(self.tokens) - 1, self.next_score)
+        """Tokens that a prefix hit may cover: one must be fed, every owed prompt score needs its position fed, and a
+        mean needs them all."""
+        return 0 if self.job.goal == Goal.EMBED_MEAN else min(len(self.tokens) - 1, self.next_score)
