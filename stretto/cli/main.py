@@ -31,6 +31,9 @@ def build_app() -> App:
     app.command("stretto.cli.chat:run", name="run", help="Chat with a model in the terminal, or answer one prompt.")
     app.command("stretto.cli.remote:chat", name="chat", help="Chat with a running server in the terminal.")
     app.command("stretto.cli.remote:ps", name="ps", help="Show what a running server does.")
+    app.command("stretto.cli.evaluate:run", name="eval", help="How often is a model behind a server right?")
+    app.command("stretto.cli.run_batch:run", name="run-batch",
+                help="Answer a file of requests in OpenAI's batch format.")
     app.command("stretto.cli.explain:explain", name="explain",
                 help="Show the configuration that `serve` would run, with the reason for every value.")
     app.command("stretto.cli.doctor:doctor", name="doctor", help="Check this machine, and a model if one is named.")

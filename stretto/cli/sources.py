@@ -115,6 +115,8 @@ def setting_names(server: bool = True) -> frozenset[str]:
 
 def is_client(tokens: Sequence[str]) -> bool:
     """Whether the command speaks to a running server, so that it has no settings of an engine."""
+    if tuple(tokens[:1]) == ("run-batch",):
+        return any(token.partition("=")[0] == "--base-url" for token in tokens)
     return tuple(tokens[:1]) in CLIENT_COMMANDS or tuple(tokens[:2]) in CLIENT_COMMANDS
 
 
