@@ -17,7 +17,8 @@ SYSTEM = "Answer the question with the letter of the right choice, and nothing e
 class Choices:
     """`evals.tasks.Task`."""
 
-    name, max_tokens, stop = "mmlu", 16, ("\n",)
+    name, max_tokens = "mmlu", 16
+    stop: tuple[str, ...] = ("\n",)
     columns = ("question", "a", "b", "c", "d", "answer")
 
     def check(self, record: Record) -> None:

@@ -20,7 +20,8 @@ _MARKED = (re.compile(rf"####\s*({_NUMBER})"), re.compile(rf"\\boxed\{{\s*({_NUM
 class Gsm8k:
     """`evals.tasks.Task`."""
 
-    name, max_tokens, stop = "gsm8k", 512, ("\nQuestion:",)
+    name, max_tokens = "gsm8k", 512
+    stop: tuple[str, ...] = ("\nQuestion:",)
     columns = ("question", "answer")
 
     def check(self, record: Record) -> None:

@@ -20,7 +20,7 @@ class HumanEval:
     """`evals.tasks.Task`."""
 
     name, max_tokens = "humaneval", 768
-    stop = ("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(", "\nassert ")
+    stop: tuple[str, ...] = ("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(", "\nassert ")
     columns = ("task_id", "prompt", "entry_point", "test")
 
     def check(self, record: Record) -> None:

@@ -36,20 +36,23 @@ os._exit({REACHED_THE_END})
 def run_python(code: str, seconds: float = SECONDS) -> str | None:
     """None if the module ran to its end, else why not."""
     limits = LIMITS | {"RLIMIT_CPU": int(seconds) + 1}
-    with tempfile.TemporaryDirectory(prefix="stretto-eval-") as folder:
-        child = subprocess.Popen([sys.executable, "-I", "-c", _BOOT, json.dumps(limits)], cwd=folder, text=True,
-                                 env={"PATH": "/usr/bin:/bin", "HOME": folder}, errors="replace",
-                                 start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                                 stderr=subprocess.PIPE)
+    with (tempfile.TemporaryDirectory(prefix="stretto-eval-") as folder, tempfile.TemporaryFile("w+") as given,
+          tempfile.TemporaryFile("w+", errors="replace") as said):  # files: a pipe stays open as long as a grandchild
+        given.write(code)
+        given.seek(0)
+        child = subprocess.Popen([sys.executable, "-I", "-c", _BOOT, json.dumps(limits)], cwd=folder, stdin=given,
+                                 env={"PATH": "/usr/bin:/bin", "HOME": folder}, start_new_session=True,
+                                 stdout=subprocess.DEVNULL, stderr=said)
         try:
-            _, said = child.communicate(code, timeout=seconds)
+            child.wait(seconds)
         except subprocess.TimeoutExpired:
             return f"it did not end within {seconds:g} s"
         finally:
             _end(child)
+        said.seek(0)
+        lines = said.read().strip().splitlines()
     if child.returncode == REACHED_THE_END:
         return None
-    lines = said.strip().splitlines()
     return (lines[-1] if lines else f"it ended itself with exit code {child.returncode}")[:SAID]
 
 
@@ -58,7 +61,3 @@ def _end(child: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    for pipe in (child.stdin, child.stderr):
-        with contextlib.suppress(OSError):
-            if pipe is not None:
-                pipe.close()
