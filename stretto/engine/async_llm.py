@@ -13,15 +13,18 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from stretto.config import Config
 from stretto.engine.build import build_core, prepare
 from stretto.engine.inprocess import InProcessEngine
-from stretto.engine.llm import Message, Prompt, make_config
+from stretto.engine.llm import GenerationError, Message, Prompt, make_config
 from stretto.params import SamplingParams
 from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, SessionTurn
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
+from stretto.vectors import unit_vectors
 
 
 class AsyncLLM:
@@ -58,6 +61,20 @@ class AsyncLLM:
         """Answers a conversation. `template`: further arguments of the chat template."""
         tokens = self.tokenizer.apply_chat_template([dict(m) for m in messages], **template)
         return self.generate(tokens, sampling, request_id=request_id, session=session)
+
+    async def embed(self, texts: Sequence[Prompt], *, pooling: Literal["last", "mean"] = "last",
+                    dimensions: int | None = None) -> np.ndarray:
+        """As `LLM.embed`, of a list."""
+        return unit_vectors(await asyncio.gather(*(self._vector(text, pooling) for text in texts)), dimensions)
+
+    async def _vector(self, text: Prompt, pooling: Literal["last", "mean"]) -> bytes:
+        tokens = self.tokenizer.encode(text) if isinstance(text, str) else list(text)
+        request = Request(rid=uuid.uuid4().hex, tokens=tokens, sampling=SamplingParams(max_tokens=0), pooling=pooling,
+                          arrival=time.monotonic(), want_text=False)
+        (output,) = [output async for output in self.engine.generate(request)]
+        if output.embedding is None:
+            raise GenerationError(output.error or f"the engine ended a request with {output.finish_reason!r}")
+        return output.embedding
 
     async def abort(self, request_id: str) -> bool:
         return await self.engine.abort(request_id)

@@ -13,7 +13,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
 
 from stretto.config import Config
 from stretto.engine.build import Prepared, build_core, prepare
@@ -37,6 +40,7 @@ from stretto.protocol import (
 )
 from stretto.text.grammar import GrammarError, check_grammar
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
+from stretto.vectors import unit_vectors
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -133,6 +137,15 @@ class LLM:
         conversations = messages if several else [messages]
         prompts = [self.tokenizer.apply_chat_template(list(c), **template) for c in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling)
+
+    def embed(self, texts: Prompt | Sequence[Prompt], *, pooling: Literal["last", "mean"] = "last",
+              dimensions: int | None = None) -> np.ndarray:
+        """A vector of length 1 for each text, [N, hidden_size] float32: the hidden state of its last token, or the mean
+        over all of them. `dimensions`: only so many of the first numbers. Raises RequestError."""
+        requests = [msgspec.structs.replace(request, pooling=pooling, want_text=False) for request in self._requests(
+            [self._tokens(text) for text in self._listed(texts)], SamplingParams(max_tokens=0))]
+        found = {output.rid: output.embedding or b"" for output in self._run(requests)}
+        return unit_vectors([found[request.rid] for request in requests], dimensions)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *,
                session: SessionTurn | None = None) -> Iterator[Output]:

@@ -17,6 +17,7 @@ from stretto.serve.calls import accept, answer, make_generation, prepare_chat
 from stretto.serve.chat import chat_completion, chat_events
 from stretto.serve.completions import completion, completion_events
 from stretto.serve.control import control, traces
+from stretto.serve.embeddings import embeddings
 from stretto.serve.errors import bad_request
 from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.messages import messages
@@ -31,11 +32,14 @@ from stretto.serve.schemas import (
     CompletionRequest,
     CountTokensRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     GenerateRequest,
     MessagesRequest,
     OpenSessionBody,
+    RerankRequest,
     ResponsesRequest,
     RewindBody,
+    ScoreRequest,
     SessionBody,
     TokenizeRequest,
     TraceBody,
@@ -58,14 +62,14 @@ def build_app(engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSet
                   description="A language-model serving engine with an OpenAI-compatible API.")
     app.state.service = service
     errors.install(app)
-    for router in (inference(service), responses(service), messages(service), native(service),
+    for router in (inference(service), responses(service), messages(service), native(service), embeddings(service),
                    operations.probes(service), operations.facts(service), operations.tokens(service),
                    operations.aborts(service), control(service), traces(service), sessions(service), page()):
         app.include_router(router)
     app.openapi = openapi_with(  # type: ignore[method-assign]
         app, [ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
-              GenerateRequest, TokenizeRequest, DetokenizeRequest, AbortBody, TraceBody, SessionBody, RewindBody,
-              OpenSessionBody, CloseSessionBody])
+              GenerateRequest, EmbeddingRequest, ScoreRequest, RerankRequest, TokenizeRequest, DetokenizeRequest,
+              AbortBody, TraceBody, SessionBody, RewindBody, OpenSessionBody, CloseSessionBody])
     if settings.api_keys or settings.admin_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys, admin_keys=settings.admin_keys)
     app.add_middleware(AnswerCounts, metrics=service.metrics)
@@ -95,7 +99,8 @@ def inference(service: Service) -> APIRouter:
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
 
         async def prepare() -> Generation:
-            ids = await service.in_pool(_encode_all, service, prompts, body.add_special_tokens is not False)
+            ids = await service.in_pool(service.reader.encode_all, prompts, "prompt",
+                                        body.add_special_tokens is not False)
             return await make_generation(service, request, body, ids, ignored, arrival)
 
         async def whole(service: Service, generation: Generation):
@@ -116,8 +121,3 @@ def _check_completion(service: Service, body: CompletionRequest) -> None:
         limit = service.settings.max_prompts
         if len(body.prompt) > limit:
             raise bad_request(f"{len(body.prompt)} prompts; the limit is {limit} in one call", "prompt")
-
-
-def _encode_all(service: Service, prompts: list[str | list[int]], special: bool) -> list[list[int]]:
-    return [service.reader.encode(prompt, "prompt", special) if isinstance(prompt, str) else prompt
-            for prompt in prompts]

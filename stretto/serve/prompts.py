@@ -39,6 +39,11 @@ class PromptReader:
         self._check_size(len(text), param)
         return self.tokenizer.encode(text, add_special_tokens)
 
+    def encode_all(self, prompts: list[str | list[int]], param: str, add_special_tokens: bool = True
+                   ) -> list[list[int]]:
+        return [self.encode(prompt, param, add_special_tokens) if isinstance(prompt, str) else prompt
+                for prompt in prompts]
+
     def prompts(self, prompt: str | list, add_special_tokens: bool) -> list[str | list[int]]:
         """The prompts of a completions call, texts still as texts."""
         if isinstance(prompt, str):

@@ -249,6 +249,47 @@ class CompletionRequest(GenerationBody):
     add_special_tokens: bool | None = None
 
 
+class EmbeddingBody(Body):
+    """What embeddings, scores and rankings have in common."""
+
+    model: str | None = None
+    pooling: Annotated[Literal["last", "mean"] | None, Field(
+        description="the hidden state of the last token (the default), or the mean over all of them")] = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    request_id: str | None = None
+    user: Any = None
+
+
+Texts = Annotated[str | list[str], Field(min_length=1)]
+
+
+class EmbeddingRequest(EmbeddingBody):
+    """POST /v1/embeddings"""
+
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[Integer | None, Field(ge=1, description="keep so many of the first numbers")] = None
+
+
+class ScoreRequest(EmbeddingBody):
+    """POST /v1/score: the cosine of two texts, of one text with several, or of several pairs."""
+
+    text_1: Texts
+    text_2: Texts
+
+
+class RerankRequest(EmbeddingBody):
+    """POST /v1/rerank: documents by their cosine with the query."""
+
+    query: str
+    documents: Annotated[list[str], Field(min_length=1)]
+    top_n: Annotated[Integer | None, Field(ge=1)] = None
+    return_documents: bool | None = None
+
+
 class TokenizeRequest(Body):
     """POST /tokenize: a prompt, or messages as in a chat request."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 
+import numpy as np
 import pytest
 
 from stretto.engine.async_llm import AsyncLLM
@@ -52,6 +53,27 @@ def test_n_choices_scores_and_usage(llm: LLM) -> None:
     for c in choices:
         assert len(c.logprobs) == 8 and c.usage is not None and c.usage.completion_tokens == 8
     assert len(choices[0].prompt_logprobs) == len(choices[0].prompt_tokens)
+
+
+def test_embeddings(llm: LLM, folder) -> None:
+    """Of length 1; the same alone, in a list, by ids, and from the interface for asyncio."""
+    texts = ["hello there", "good day", "hello there"]
+    last, mean = llm.embed(texts), llm.embed(texts, pooling="mean")
+    assert last.shape == mean.shape == (3, 64) and not np.allclose(last, mean, atol=1e-3)
+    for vectors in (last, mean):
+        np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+        np.testing.assert_allclose(vectors[0], vectors[2], atol=1e-6)
+    np.testing.assert_allclose(llm.embed(llm.tokenizer.encode("good day"))[0], last[1], atol=1e-6)
+    short = llm.embed("good day", dimensions=5)
+    np.testing.assert_allclose(short[0], last[1, :5] / np.linalg.norm(last[1, :5]), atol=1e-6)
+
+    async def same() -> np.ndarray:
+        async with await AsyncLLM.start(str(folder), **OPTIONS) as other:
+            return await other.embed(texts, pooling="mean")
+
+    np.testing.assert_allclose(asyncio.run(same()), mean, atol=1e-6)
+    with pytest.raises(RequestError):
+        llm.embed(["x" * 1000])
 
 
 def test_chat_renders_the_template(llm: LLM) -> None:

@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from stretto.params import SamplingParams
 from stretto.protocol import (
     Action,
@@ -62,6 +64,7 @@ class ByteTokenizer:
     bos_token_id, eos_token_id, pad_token_id = BOS, EOS, PAD
     special_ids = frozenset(SPECIAL)
     chat_template = TEMPLATE
+    response_template = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return ([BOS] if add_special_tokens else []) + list(text.encode())
@@ -125,6 +128,12 @@ def score(token: int, alternatives: int | None) -> TokenLogprob:
     return TokenLogprob(token, values[0], others[:alternatives or 0], values[:alternatives or 0])
 
 
+def embedding(request: Request, size: int) -> bytes:
+    """How often each residue occurs among the ids; of the last id alone, or of all."""
+    ids = request.tokens if request.pooling == "mean" else request.tokens[-1:]
+    return np.bincount([i % size for i in ids], minlength=size).astype("<f4").tobytes()
+
+
 @dataclass
 class Choice:
     request: Request
@@ -149,6 +158,7 @@ class CoreOptions:
     model_name: str = "fake/tiny"
     server_info: dict = field(default_factory=dict)
     sampling_defaults: dict = field(default_factory=dict)
+    hidden_size: int = 8
 
     def __call__(self) -> ScriptedCore:
         time.sleep(self.start_seconds)
@@ -163,7 +173,8 @@ class ScriptedCore:
         self.info = EngineInfo(model_name=options.model_name, vocab_size=VOCAB, max_model_len=options.max_model_len,
                                max_num_seqs=options.max_num_seqs, kv_tokens=16 * options.max_model_len,
                                eos_token_ids=[EOS], speculation_tokens=options.block - 1,
-                               server_info=options.server_info, sampling_defaults=options.sampling_defaults)
+                               server_info=options.server_info, sampling_defaults=options.sampling_defaults,
+                               hidden_size=options.hidden_size)
         self.waiting: list[Choice] = []
         self.running: list[Choice] = []
         self.seen: set[tuple[int, ...]] = set()
@@ -238,6 +249,10 @@ class ScriptedCore:
             ends = time.monotonic() + float(argument)
             while time.monotonic() < ends:
                 hashlib.sha256(bytes(1 << 20)).digest()
+        if choice.request.pooling is not None:
+            choice.done = True
+            return Output(choice.request.rid, 0, [], "", "length", usage=choice.usage,
+                          embedding=embedding(choice.request, self.options.hidden_size))
         out = self.generate(choice, choice.request.sampling)
         choice.usage.steps += bool(out.token_ids)
         choice.usage.drafted_tokens += self.options.block - 1

@@ -10,7 +10,16 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stretto.serve.schemas import ChatRequest, CompletionRequest, GenerateRequest, MessagesRequest, ResponsesRequest
+from stretto.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    GenerateRequest,
+    MessagesRequest,
+    RerankRequest,
+    ResponsesRequest,
+    ScoreRequest,
+)
 from tests.serve.conftest import events, make_api
 from tests.serve.fakes import CoreOptions
 
@@ -87,6 +96,9 @@ TRANSLATED = st.lists(st.one_of(
                 st.sampled_from(["max_new_tokens", "stop", "stop_token_ids", "n", "top_k", "logprobs", "prompt",
                                  "model", "stream", "regex"]) | st.sampled_from(sorted(CompletionRequest.model_fields)),
                 VALUES), **KEYED})).map(lambda parts: parts[0] | parts[1])),
+    st.tuples(st.just("/v1/embeddings"), bodies(EmbeddingRequest, {"input": PROMPTS})),
+    st.tuples(st.just("/v1/score"), bodies(ScoreRequest, {"text_1": PROMPTS, "text_2": PROMPTS})),
+    st.tuples(st.just("/v1/rerank"), bodies(RerankRequest, {"query": PROMPTS, "documents": PROMPTS})),
     st.tuples(st.just("/start_profile"), st.dictionaries(st.just("num_steps"), VALUES))), min_size=1, max_size=12)
 
 
