@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -15,6 +15,14 @@ class ServeTokenizer(Protocol):
 
     @property
     def chat_template(self) -> str | None: ...
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """How the model's answers are taken apart, where its files say so: see stretto.text.reply_template."""
+        ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

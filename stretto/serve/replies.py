@@ -7,6 +7,9 @@
     required      one or more calls, of any of the tools            a grammar
     {function}    one call of that tool                             a grammar
 
+Calls are written in the model's own form where it is known (text/call_forms), and in Hermes' where they must come and
+it is not. `parallel_tool_calls: false` is a grammar, too.
+
 An answer may begin with reasoning where the model's template knows of it; a grammar holds for what follows.
 """
 
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,12 +27,13 @@ from stretto.serve.errors import bad_request, unsupported
 from stretto.serve.grammars import Asked, asked_grammar
 from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.schemas import ChatBody, ChatRequest, GenerationBody
-from stretto.text.reply import CALL, END_CALL, END_THINK, THINK, MarkedReply, Reply, TemplateReply
+from stretto.text.call_forms import HERMES, CallForm, form_of, lazily
+from stretto.text.reply import END_THINK, THINK, MarkedReply, Reply
+from stretto.text.reply_template import TemplateReply, known_template
 
 TAIL = 16  # tokens at the end of a prompt in which an opened thought is looked for
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-_MARKERS = (THINK, END_THINK, CALL, END_CALL)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,12 @@ class Tools:
     @property
     def strict(self) -> bool:
         return any(f.get("strict") for f in self.functions)
+
+    @property
+    def bound(self) -> str | None:
+        """What asks for a grammar of the calls."""
+        return ("tool_choice" if self.force else "tools[].function.strict" if self.strict
+                else None if self.several else "parallel_tool_calls")
 
 
 def asked_tools(body: ChatBody) -> Tools | None:
@@ -107,10 +117,11 @@ class ReplyPlanner:
 
     def __init__(self, tokenizer: ServeTokenizer):
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template or ""
-        self._own: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
-        special: frozenset[int] = getattr(tokenizer, "special_ids", frozenset())
-        one = {marker: tokenizer.encode(marker, False) for marker in _MARKERS}
-        self._special = frozenset(m for m, ids in one.items() if len(ids) == 1 and ids[0] in special)
+        self._own = tokenizer.response_template or known_template(self._template)
+        self._form = form_of(self._template)
+        markers = (THINK, END_THINK, *(self._form or HERMES).markers)
+        one = {marker: tokenizer.encode(marker, False) for marker in markers}
+        self._special = {m: ids[0] for m, ids in one.items() if len(ids) == 1 and ids[0] in tokenizer.special_ids}
 
     def plan(self, body: GenerationBody, prompt: list[int]) -> ReplyPlan:
         """Raises ApiError."""
@@ -118,35 +129,40 @@ class ReplyPlanner:
         if not isinstance(body, ChatRequest):
             return ReplyPlan(asked.grammar if asked else None, (asked,) if asked else ())
         tools = asked_tools(body)
+        if self._own is not None and asked is None and (tools is None or tools.bound is None) and (
+                tools or body.separate_reasoning is not False):
+            text = self._tokenizer.decode(prompt, skip_special_tokens=False)
+            return ReplyPlan(reader=partial(TemplateReply, self._own, text, body.tools), keep_special=True,
+                             hide_reasoning=body.include_reasoning is False)
+        return self._marked(body, asked, tools, prompt)
+
+    def _marked(self, body: ChatRequest, asked: Asked | None, tools: Tools | None, prompt: list[int]) -> ReplyPlan:
+        """A plan for an answer whose marks are known here."""
         reasoning = END_THINK in self._template and body.separate_reasoning is not False
         opened = reasoning and self._is_open(prompt)
-        calls = _call_rules(tools, self._sign) if tools and (tools.force or tools.strict or asked) else ""
-        checks = [asked] if asked else []
-        checks += _parameter_checks(tools) if tools and calls else []
-        grammar = _grammar(asked, tools if calls else None, calls, reasoning, opened, self._sign)
-        return ReplyPlan(grammar, tuple(checks), self._reader(body, tools, reasoning, opened, prompt),
-                         bool(self._special) and (reasoning or tools is not None),
-                         reasoning and body.include_reasoning is False)
+        form = None if tools is None else self._call_form(tools, asked)
+        bound = tools if tools is not None and (tools.bound or asked) else None
+        rules = form.rules(_call_schemas(bound), bound.several, self._sign) if form and bound else []
+        checks = (*([asked] if asked else []), *(_parameter_checks(bound) if bound else []))
+        reader = partial(MarkedReply, thinking=opened, reasoning=reasoning, form=form) if reasoning or form else None
+        return ReplyPlan(_grammar(asked, bound, rules, reasoning, opened, self._sign), checks, reader,
+                         bool(self._special) and reader is not None, reasoning and body.include_reasoning is False)
+
+    def _call_form(self, tools: Tools, asked: Asked | None) -> CallForm:
+        if self._form is not None or tools.force:
+            return self._form or HERMES
+        if self._own is None:
+            raise unsupported("tools", "this model writes calls in a form that the server cannot read; use tool_choice"
+                              " required or a named function, for which the server says the form")
+        raise unsupported(tools.bound or asked.param, "this model writes calls in a form that no grammar can hold to"  # type: ignore[union-attr]
+                          " it; use tool_choice required or a named function, for which the server says the form")
 
     def _is_open(self, prompt: list[int]) -> bool:
         return self._tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip().endswith(THINK)
 
     def _sign(self, marker: str) -> str:
         """A marker in Lark."""
-        return marker if marker in self._special else json.dumps(marker)
-
-    def _reader(self, body: ChatRequest, tools: Tools | None, reasoning: bool, opened: bool,
-                prompt: list[int]) -> Callable[[], Reply] | None:
-        forced = tools is not None and tools.force
-        if self._own is not None and not forced and (tools or body.separate_reasoning is not False):
-            return partial(TemplateReply, self._own, self._tokenizer.decode(prompt, skip_special_tokens=False),
-                           body.tools)
-        if tools is not None and not forced and CALL not in self._template:
-            raise unsupported("tools", "this model writes calls in a form that the server cannot read; use tool_choice"
-                              " required or a named function, for which the server says the form")
-        if not reasoning and tools is None:
-            return None
-        return partial(MarkedReply, thinking=opened, reasoning=reasoning, tools=tools is not None)
+        return f"<[{self._special[marker]}]>" if marker in self._special else json.dumps(marker)
 
 
 def _parameter_checks(tools: Tools) -> list[Asked]:
@@ -154,33 +170,19 @@ def _parameter_checks(tools: Tools) -> list[Asked]:
             if f.get("parameters") and (tools.force or f.get("strict"))]
 
 
-def _call_rules(tools: Tools, sign: Callable[[str], str]) -> str:
-    """Lark: `calls` are one or more calls; `inner` is a call behind its first marker."""
-    rules = [f"calls: call{' (SPACE call)*' if tools.several else ''}", f"call: {sign(CALL)} inner",
-             f'inner: "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools.functions)))}) "\\n" {sign(END_CALL)}']
-    for i, function in enumerate(tools.functions):
-        head = f'{{"name": {json.dumps(function["name"])}, "arguments": '
-        bound = tools.force or function.get("strict")
-        schema = {"type": "object", **(function.get("parameters") or {})} if bound else {"type": "object"}
-        rules.append(f'call_{i}: {json.dumps(head)} %json {json.dumps(schema)} "}}"')
-    return "\n".join(rules)
+def _call_schemas(tools: Tools) -> list[tuple[str, str]]:
+    """(name, JSON schema of the arguments) of each function; of one that need not be strict, any object."""
+    return [(f["name"], json.dumps({"type": "object", **(f.get("parameters") or {})}
+                                   if tools.force or f.get("strict") else {"type": "object"})) for f in tools.functions]
 
 
-def _grammar(asked: Asked | None, tools: Tools | None, calls: str, reasoning: bool, opened: bool,
+def _grammar(asked: Asked | None, tools: Tools | None, calls: list[str], reasoning: bool, opened: bool,
              sign: Callable[[str], str]) -> Grammar | None:
-    """The grammar of the whole answer."""
+    """The grammar of the whole answer. `calls`: the rules of its form of calls."""
     if tools is None and asked is None:
         return None
-    rules = [calls] if calls else []
-    if tools is None:
-        body = "@answer"
-    elif tools.force:
-        body = "calls"
-    elif asked is not None:
-        body = "calls | @answer"
-    else:  # free text, in which a marker begins a call
-        body = "free_call* TEXT" if tools.several else "free_call | TEXT"
-        rules += ["free_call: before inner", _lazy("before", CALL, sign), r"TEXT: /(.|\n)*/"]
+    body = ("@answer" if tools is None else "calls" if tools.force else "free" if asked is None else "calls | @answer")
+    rules = [*calls, r"TEXT: /(.|\n)*/"]
     forced = tools is not None and tools.force
     kept = None if forced else asked
     if not reasoning and kept is not None and tools is None:
@@ -188,15 +190,8 @@ def _grammar(asked: Asked | None, tools: Tools | None, calls: str, reasoning: bo
     thought = "" if not reasoning else "end_of_thought SPACE " if opened else f"({sign(THINK)} end_of_thought SPACE)? "
     rules = [f"start: {thought}body", f"body: {body}", r"SPACE: /[ \t\r\n]*/", *rules]
     if reasoning:
-        rules.append(_lazy("end_of_thought", END_THINK, sign))
+        rules.append(lazily("end_of_thought", END_THINK, sign))
     text = "\n".join(rules)
     if kept is None:
         return Grammar("lark", text)
     return Grammar(kept.grammar.kind, kept.grammar.source, kept.grammar.whitespace, around=text)
-
-
-def _lazy(rule: str, marker: str, sign: Callable[[str], str]) -> str:
-    """Any text up to the first such marker, and the marker."""
-    if sign(marker) == marker:
-        return f"{rule}: /(.|\\n)*/ {marker}"
-    return f"{rule}[lazy]: /(.|\\n)*{marker.replace('/', chr(92) + '/')}/"

@@ -1,26 +1,21 @@
 """An answer taken apart as it grows: reasoning, content and tool calls.
 
-The form that most open models write, first by Hermes 2 Pro:
-
     <think>why</think> words <tool_call>{"name": "f", "arguments": {...}}</tool_call> <tool_call>...
 
-What comes out depends on the text alone, not on how it is cut into pieces: a decision is made when the text that it
-depends on is there, and never by the length of a piece. Nothing that was written is lost: what only looks like a call
-is content. White space beside a marker belongs to the marker. No torch in this module.
+or with calls of another form (`call_forms`). What comes out depends on the text alone, not on how it is cut into
+pieces: a decision is made when the text that it depends on is there, and never by the length of a piece. Nothing that
+was written is lost: what only looks like a call is content. White space beside a marker belongs to the marker. No torch
+in this module.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from stretto.text.call_forms import CallForm, Calls, Head, ReadTail
 
 THINK, END_THINK = "<think>", "</think>"
-CALL, END_CALL = "<tool_call>", "</tool_call>"
-# the usual order of a call's parts; anything else is read when the call is complete. A name holds no marker.
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\<>]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_TAIL = re.compile(r"\s*\}?\s*")
 
 
 class Reasoning(NamedTuple):
@@ -58,20 +53,58 @@ class Reply(Protocol):
         ...
 
 
-class MarkedReply:
-    """`thinking`: the prompt has opened the reasoning. `reasoning`: an answer may begin with reasoning. `tools`: it may
-    hold calls."""
+class Words:
+    """Words between markers. White space beside a marker is dropped, or stays where words stand on both sides.
+    `begins`: a marker stands before the first of them."""
 
-    def __init__(self, *, thinking: bool = False, reasoning: bool = False, tools: bool = False):
+    def __init__(self, begins: bool):
+        self._begins, self._said = begins, False
+        self._space = ""  # white space that comes only if words follow it
+        self._gap = ""  # before the marker
+
+    def add(self, text: str) -> str:
+        """What of the text, and of what was held back, can be told."""
+        text = self._space + text
+        if self._begins:
+            bare = text.lstrip()
+            if not bare:
+                self._space = text
+                return ""
+            before = self._gap or text[: len(text) - len(bare)]
+            text = (before if self._said else "") + bare
+        words = text.rstrip()
+        self._space = text[len(words):]
+        if words:
+            self._begins, self._said, self._gap = False, True, ""
+        return words
+
+    def mark(self) -> None:
+        """A marker has been read."""
+        if not self._begins and self._said:
+            self._gap = self._space
+        self._space, self._begins = "", True
+
+    def rest(self) -> str:
+        """The white space at the very end."""
+        return "" if self._begins else self._space
+
+
+class MarkedReply:
+    """`thinking`: the prompt has opened the reasoning. `reasoning`: an answer may begin with reasoning. `form`: how its
+    calls are written; None: it has none."""
+
+    def __init__(self, *, thinking: bool = False, reasoning: bool = False, form: CallForm | None = None):
         self.calls = 0
-        self._tools = tools
+        self._form = form
         self._buffer = ""  # not looked at, or not decided
-        self._space = ""  # white space that is content only if words follow it
+        self._thought, self._words = Words(True), Words(thinking)
         self._parts: list[Part] = []
+        self._marker, self._first = "", True  # before the head that is being read
+        self._tail: ReadTail | None = None
         self._depth, self._quoted, self._escaped = 0, False, False  # place in the arguments' JSON
-        self._trimming = thinking  # nothing was said since a marker
+        self._answer = self._bare_call if form is not None and form.bare else self._content
         self._step: Callable[[bool], bool] = (self._reasoning if thinking else self._opening if reasoning
-                                              else self._content)
+                                              else self._answer)
 
     def feed(self, text: str) -> list[Part]:
         self._buffer += text
@@ -79,9 +112,8 @@ class MarkedReply:
 
     def finish(self) -> list[Part]:
         parts = self._run(final=True)
-        if self._step == self._content and self._space and not self.calls and not self._trimming:
-            parts.append(Content(self._space))
-        self._space = ""
+        if self._step == self._content and not self.calls and (space := self._words.rest()):
+            parts.append(Content(space))
         return parts
 
     def _run(self, final: bool) -> list[Part]:
@@ -94,45 +126,57 @@ class MarkedReply:
     def _opening(self, final: bool) -> bool:
         said = self._buffer.lstrip()
         if said.startswith(THINK):
-            self._buffer, self._trimming, self._step = said[len(THINK):], True, self._reasoning
+            self._buffer, self._step = said[len(THINK):], self._reasoning
         elif THINK.startswith(said) and not final:
             return False
         else:
-            self._step = self._content
+            self._step = self._answer
         return True
 
     def _reasoning(self, final: bool) -> bool:
         found = self._until(END_THINK, final)
         self._say(Reasoning, found.before)
         if found.whole:
-            self._mark(self._content)
+            self._mark(self._answer)
         return found.whole
 
+    def _bare_call(self, final: bool) -> bool:
+        said = self._buffer.lstrip()
+        if not said and not final:
+            return False
+        self._step = self._call_head if said.startswith("{") else self._content
+        return True
+
     def _content(self, final: bool) -> bool:
-        if not self._tools:
+        if self._form is None:
             self._say(Content, self._buffer)
             self._buffer = ""
             return False
-        found = self._until(CALL, final)
+        found = self._until(self._form.begin, final)
         self._say(Content, found.before)
         if found.whole:
+            self._marker, self._first = self._form.begin, True
             self._mark(self._call_head)
         return found.whole
 
     def _call_head(self, final: bool) -> bool:
-        if head := _HEAD.match(self._buffer):
-            self._begin(head[1])
-            self._buffer, self._step = self._buffer[head.end():], self._arguments
-            return True
-        inner, marker, rest = self._buffer.partition(END_CALL)
-        if marker:
-            self._buffer = rest
-            self._whole_call(inner)
-            return True
-        if final and self._buffer:
-            self._say(Content, CALL + self._buffer)
-            self._buffer = ""
-        return False
+        assert self._form is not None
+        found = self._form.head(self._buffer, self._first, final) if self._buffer else None
+        if found is None:
+            return False
+        before, self._buffer = self._buffer[: found.end], self._buffer[found.end :]
+        if isinstance(found, Head):
+            self._begin(found.name)
+            self._tail, self._step = found.tail, self._arguments
+        elif isinstance(found, Calls):
+            for name, arguments in found.calls:
+                self._begin(name)
+                self._parts.append(CallArguments(self.calls - 1, arguments))
+            self._mark(self._content)
+        else:
+            self._step = self._content
+            self._say(Content, self._marker + before)
+        return True
 
     def _arguments(self, final: bool) -> bool:
         end = self._scan(self._buffer)
@@ -145,13 +189,13 @@ class MarkedReply:
         return True
 
     def _call_tail(self, final: bool) -> bool:
-        rest = self._buffer[_TAIL.match(self._buffer).end():]  # type: ignore[union-attr]
-        if END_CALL.startswith(rest) and rest != END_CALL:
-            if final:
-                self._buffer = ""
+        assert self._tail is not None
+        found = self._tail(self._buffer, final)
+        if found is None:
             return False
-        self._buffer = rest.removeprefix(END_CALL)
-        self._mark(self._content)
+        self._buffer = self._buffer[found.end :]
+        self._marker, self._first = "", False
+        self._mark(self._call_head if found.more else self._content)
         return True
 
     # ----------------------------------------------------------------------------------------------------- inside
@@ -172,18 +216,14 @@ class MarkedReply:
         return self._Found(before[:cut], False)
 
     def _say(self, kind: type[Reasoning] | type[Content], text: str) -> None:
-        text = self._space + text
-        if self._trimming:
-            text = text.lstrip()
-        words = text.rstrip()
-        self._space = text[len(words):]
-        if words:
-            self._parts.append(kind(words))
-            self._trimming = False
+        words = self._words if kind is Content else self._thought
+        if told := words.add(text):
+            self._parts.append(kind(told))
 
     def _mark(self, step: Callable[[bool], bool]) -> None:
         """A marker has been read."""
-        self._space, self._trimming, self._step = "", True, step
+        self._words.mark()
+        self._step = step
 
     def _begin(self, name: str) -> None:
         self._parts.append(CallBegin(self.calls, name))
@@ -208,69 +248,3 @@ class MarkedReply:
                 if self._depth == 0:
                     return i + 1
         return len(text)
-
-    def _whole_call(self, inner: str) -> None:
-        try:
-            call = json.loads(inner)
-        except (ValueError, RecursionError):
-            call = None
-        name = call.get("name") if isinstance(call, dict) else None
-        self._step = self._content
-        if not isinstance(call, dict) or not isinstance(name, str) or not name:
-            self._space, self._trimming = "", False
-            self._say(Content, CALL + inner + END_CALL)
-            return
-        arguments = call.get("arguments", call.get("parameters", {}))
-        self._begin(name)
-        self._parts.append(CallArguments(self.calls - 1, arguments if isinstance(arguments, str) else _dump(arguments)))
-        self._mark(self._content)
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-class TemplateReply:
-    """An answer in the form that a model's own response template declares, read by transformers' parser. A call comes
-    out when it is complete.
-
-    `prompt`: the text that the answer continues."""
-
-    def __init__(self, template: Mapping[str, Any], prompt: str, tools: list[dict[str, Any]] | None = None):
-        from transformers.utils.chat_parsing import ResponseParser
-
-        self.calls = 0
-        self._parser = ResponseParser(dict(template), prefix=prompt, tools=tools)  # type: ignore[arg-type]
-
-    def feed(self, text: str) -> list[Part]:
-        return self._parts(self._parser.feed(text))
-
-    def finish(self) -> list[Part]:
-        try:
-            _, events = self._parser.finalize()
-        except ValueError:  # an answer that was cut lacks fields that the template requires
-            return []
-        return self._parts(events)
-
-    def _parts(self, events: list[dict[str, Any]]) -> list[Part]:
-        parts: list[Part] = []
-        for event in events:
-            kind, name = event["type"], event["field"]
-            if name == "tool_calls" and kind == "region_close":
-                calls = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                for call in calls:
-                    parts += self._call(call)
-            elif kind == "region_chunk" and name == "content":
-                parts.append(Content(event["text"]))
-            elif kind == "region_chunk" and name in ("thinking", "reasoning", "reasoning_content"):
-                parts.append(Reasoning(event["text"]))
-        return parts
-
-    def _call(self, call: Any) -> list[Part]:
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        name, arguments = function.get("name"), function.get("arguments", {})
-        if not isinstance(name, str):
-            return [Content(_dump(call))]
-        self.calls += 1
-        text = arguments if isinstance(arguments, str) else _dump(arguments)
-        return [CallBegin(self.calls - 1, name), CallArguments(self.calls - 1, text)]

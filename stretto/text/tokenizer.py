@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from stretto.text.chat_template import ChatTemplate, ChatTemplateError
 from stretto.text.detokenize import Decoder, TokenBytes, decoder_factory, decoder_kinds
 from stretto.text.gguf_file import GGUFError, GGUFFile
 from stretto.text.gguf_vocab import VocabularyError, build_tokenizer, special_ids
+from stretto.text.reply_template import TemplateReply
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -35,6 +36,7 @@ class TokenizerParts:
     templates: Mapping[str, str] = field(default_factory=dict)
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...
     eos_token_ids: tuple[int, ...] = ()
+    response_template: Mapping[str, Any] | None = None  # how the model's answers are taken apart, in its own words
 
 
 class Tokenizer:
@@ -50,6 +52,7 @@ class Tokenizer:
         self.pad_token_id = self._id("pad_token")
         own = () if self.eos_token_id is None else (self.eos_token_id,)
         self.eos_token_ids = parts.eos_token_ids or own
+        self.response_template = parts.response_template
         self._templates = ChatTemplate(parts.templates, self._special_tokens)
         self._decoder = decoder_factory(self.backend, self.special_ids)
         self._bytes = TokenBytes(self.backend, decoder_kinds(self.backend))
@@ -104,7 +107,7 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokeni
         parts = _from_gguf(path) if path.suffix == ".gguf" else _from_folder(path)
         if chat_template is not None:
             templates = {**parts.templates, "default": chat_template}
-            parts = TokenizerParts(parts.backend, templates, parts.special_tokens, parts.eos_token_ids)
+            parts = replace(parts, templates=templates, response_template=None)  # it was the other template's
         return Tokenizer(parts)
     except (VocabularyError, ChatTemplateError) as e:
         raise TokenizerError(f"{path}: {e}") from e
@@ -145,7 +148,8 @@ def _from_folder(folder: Path) -> TokenizerParts:
     declared = {**_json(folder / "special_tokens_map.json"), **config}
     special = {name: text for name in _NAMED if (text := _text(declared.get(name))) is not None}
     _add_tokens(backend, config, special)
-    return TokenizerParts(backend, _templates(folder, config), special, _eos_ids(folder))
+    return TokenizerParts(backend, _templates(folder, config), special, _eos_ids(folder),
+                          _response_template(folder, config))
 
 
 def _add_tokens(backend: Backend, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
@@ -178,6 +182,18 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if (file := folder / "chat_template.jinja").is_file():
         found["default"] = file.read_text(encoding="utf-8")
     return found
+
+
+def _response_template(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    declared = config.get("response_template")
+    if declared is None:
+        return None
+    try:
+        TemplateReply(declared, "")
+    except (ValueError, TypeError, AttributeError) as e:
+        raise TokenizerError(f"{folder / 'tokenizer_config.json'} has a response_template that cannot be used: {e};"
+                             " repair it, or take it out") from e
+    return declared
 
 
 def _eos_ids(folder: Path) -> tuple[int, ...]:

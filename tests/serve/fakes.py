@@ -97,6 +97,15 @@ class ByteTokenizer:
         return ids + ([IM_START, *b"assistant\n"] if add_generation_prompt else [])
 
 
+class CallingTokenizer(ByteTokenizer):
+    """Its template reads tools, and calls of them are written between <tool_call> markers."""
+
+    chat_template = TEMPLATE + "{{ tools }} <tool_call>"
+
+
+TOKENIZERS = {"bytes": ByteTokenizer, "calling": CallingTokenizer}
+
+
 def order(tokens: Sequence[int]) -> tuple[str, str]:
     """(verb, argument) of the last order in a prompt."""
     text = ByteTokenizer().decode(tokens)

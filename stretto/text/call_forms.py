@@ -1,0 +1,254 @@
+"""The forms in which models write tool calls: each is read while it grows, and written as the rules of a grammar.
+
+    hermes    <tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call> ...    Hermes 2 Pro, Qwen 2.5 and 3, SmolLM 3
+    llama     {"name": "f", "parameters": {...}}; ...                             Llama 3.1 to 3.3
+              at the beginning of an answer, or behind <|python_tag|>
+    mistral   [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]                Mistral 7B v0.3, Nemo, Small 2409
+              [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}                    Mistral Small 3.2, Magistral, Devstral
+
+A decision is made when the text that it depends on is there, so it does not depend on how the text is cut; what has to
+wait for more text gives None. No torch in this module.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+TOOL_CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"
+PYTHON_TAG = "<|python_tag|>"
+
+_NAMED = (r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\<>]+)"\s*,'
+          r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_OBJECT_HEAD = re.compile(r"\s*" + _NAMED)  # the usual order of a call's parts; a name holds no marker
+_LIST_HEAD = re.compile(r"\s*\[?\s*" + _NAMED)
+_FUNCTION_HEAD = re.compile(r"\s*([\w.:/-]+)\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\])?\s*(?=\{)")
+# the end of a call's object, plain fields behind the arguments included; decided by the first } of a text
+_CLOSE = re.compile(r'(?:\s*,\s*"[^"\\}]*"\s*:\s*(?:"[^"\\}]*"|[\w.+-]+))*\s*\}\s*')
+_FIRST_KEY = re.compile(r'\s*\{\s*"([^"]*)"')
+_KEYS = ("name", "type", "arguments", "parameters", "function")
+_decoder = json.JSONDecoder()
+
+
+class Tail(NamedTuple):
+    """What follows a call's arguments ends at `end`. `more`: the head of another call comes next."""
+
+    end: int
+    more: bool = False
+
+
+ReadTail = Callable[[str, bool], Tail | None]
+
+
+class Head(NamedTuple):
+    """The call's arguments, an object, begin at `end` and can be streamed; `tail` reads what follows them."""
+
+    end: int
+    name: str
+    tail: ReadTail
+
+
+class Calls(NamedTuple):
+    """Whole calls, (name, arguments as JSON text) each, up to `end`."""
+
+    end: int
+    calls: list[tuple[str, str]]
+
+
+class Words(NamedTuple):
+    """What stands before `end` only looked like a call."""
+
+    end: int
+
+
+class CallForm(Protocol):
+    """`begin`: the marker before a call. `markers`: all of them, which may be special tokens. `bare`: an answer may
+    also begin with a call's head, without a marker."""
+
+    @property
+    def begin(self) -> str: ...
+
+    @property
+    def markers(self) -> tuple[str, ...]: ...
+
+    @property
+    def bare(self) -> bool: ...
+
+    def head(self, text: str, first: bool, final: bool) -> Head | Calls | Words | None:
+        """`text` stands behind the marker or, if not `first`, behind a tail that announced another call; `final`: no
+        more of it comes."""
+        ...
+
+    def rules(self, calls: Sequence[tuple[str, str]], several: bool, sign: Callable[[str], str]) -> list[str]:
+        """Lark. `calls`: an answer that calls; `free`: words in which calls may stand. Each call's name and JSON schema
+        are given; `sign` writes a marker."""
+        ...
+
+
+def is_text(sign: str) -> bool:
+    """A marker that is written as text, not as a special token."""
+    return sign.startswith('"')
+
+
+def lazily(rule: str, marker: str, sign: Callable[[str], str]) -> str:
+    """A Lark rule: any text up to the first such marker, and the marker."""
+    if not is_text(sign(marker)):
+        return f"{rule}: /(.|\\n)*/ {sign(marker)}"
+    return f"{rule}[lazy]: /(.|\\n)*{re.escape(marker).replace('/', chr(92) + '/')}/"
+
+
+def _objects(calls: Sequence[tuple[str, str]], arguments: str) -> list[str]:
+    """`one`: any of the calls as an object."""
+    heads = [json.dumps(f'{{"name": {json.dumps(name)}, "{arguments}": ') for name, _ in calls]
+    return [f"one: {' | '.join(f'call_{i}' for i in range(len(calls)))}",
+            *(f'call_{i}: {head} %json {schema} "}}"' for i, (head, (_, schema)) in enumerate(zip(heads, calls)))]
+
+
+def call_of(value: Any) -> tuple[str, str] | None:
+    """(name, arguments as JSON text) of a call as an object, or None if it is no call."""
+    if not isinstance(value, dict):
+        return None
+    inner = value.get("function")
+    value = inner if isinstance(inner, dict) else value
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+    if not isinstance(name, str) or not name:
+        return None
+    return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _whole(text: str) -> tuple[int, Any] | None:
+    """Where the JSON value ends that `text` begins with, and the value; None if it is not complete."""
+    start = len(text) - len(text.lstrip())
+    try:
+        value, end = _decoder.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+    return end, value
+
+
+class Hermes:
+    begin, markers, bare = CALL, (CALL, END_CALL), False
+
+    def head(self, text: str, first: bool, final: bool) -> Head | Calls | Words | None:
+        if found := _OBJECT_HEAD.match(text):
+            return Head(found.end(), found[1], self._tail)
+        end = text.find(END_CALL)
+        if end < 0:
+            return Words(len(text)) if final else None
+        try:
+            call = call_of(json.loads(text[:end]))
+        except (ValueError, RecursionError):
+            call = None
+        end += len(END_CALL)
+        return Words(end) if call is None else Calls(end, [call])
+
+    @staticmethod
+    def _tail(text: str, final: bool) -> Tail | None:
+        end = re.match(r"\s*\}?\s*", text).end()  # type: ignore[union-attr]
+        rest = text[end:]
+        if rest.startswith(END_CALL):
+            return Tail(end + len(END_CALL))
+        if END_CALL.startswith(rest):
+            return Tail(len(text)) if final else None
+        return Tail(end)
+
+    def rules(self, calls: Sequence[tuple[str, str]], several: bool, sign: Callable[[str], str]) -> list[str]:
+        return [f"calls: call{' (SPACE call)*' if several else ''}", f"call: {sign(CALL)} inner",
+                f'inner: "\\n" one "\\n" {sign(END_CALL)}', *_objects(calls, "arguments"),
+                f"free: {'free_call* TEXT' if several else 'free_call | TEXT'}", "free_call: before inner",
+                lazily("before", CALL, sign)]
+
+
+class Llama:
+    begin, markers, bare = PYTHON_TAG, (PYTHON_TAG,), True
+
+    def head(self, text: str, first: bool, final: bool) -> Head | Calls | Words | None:
+        if found := _OBJECT_HEAD.match(text):
+            return Head(found.end(), found[1], self._tail)
+        said, key = text.lstrip(), _FIRST_KEY.match(text)
+        if (said and said[0] != "{") or (key and key[1] not in _KEYS):
+            return Words(0)
+        if (whole := _whole(text)) is not None:
+            call = call_of(whole[1]) if {"parameters", "arguments", "function"} & whole[1].keys() else None
+            return Words(whole[0]) if call is None else Calls(whole[0], [call])
+        return Words(len(text)) if final else None
+
+    @staticmethod
+    def _tail(text: str, final: bool) -> Tail | None:
+        close = _CLOSE.match(text)
+        if close is None:
+            return Tail(0) if final or "}" in text else None
+        rest = text[close.end():]
+        if more := re.match(r";\s*(?=\{)", rest):
+            return Tail(close.end() + more.end(), True)
+        waits = re.fullmatch(r"(;\s*)?", rest) is not None and not final
+        return None if waits else Tail(close.end())
+
+    def rules(self, calls: Sequence[tuple[str, str]], several: bool, sign: Callable[[str], str]) -> list[str]:
+        word = r"[^{<\s]" if is_text(sign(PYTHON_TAG)) else r"[^{\s]"
+        more = '("; " one)*' if several else ""
+        return [f"calls: one {more}", *_objects(calls, "parameters"),
+                f"free: {sign(PYTHON_TAG)}? calls | WORDS", rf"WORDS: /\s*({word}(.|\n)*)?/"]
+
+
+class Mistral:
+    """`named`: names stand before [ARGS], not in a list of objects. What is written decides how it is read."""
+
+    begin, bare = TOOL_CALLS, False
+
+    def __init__(self, named: bool):
+        self.named = named
+        self.markers = (TOOL_CALLS, ARGS) if named else (TOOL_CALLS,)
+
+    def head(self, text: str, first: bool, final: bool) -> Head | Calls | Words | None:
+        said = text.lstrip()
+        if not first or said[:1] in ("[", "{"):
+            if found := _LIST_HEAD.match(text):
+                return Head(found.end(), found[1], self._tail)
+            if (whole := _whole(text)) is not None:
+                values = whole[1] if isinstance(whole[1], list) else [whole[1]]
+                calls = [call for call in map(call_of, values) if call is not None]
+                return Calls(whole[0], calls) if calls and len(calls) == len(values) else Words(whole[0])
+        elif found := _FUNCTION_HEAD.match(text):
+            return Head(found.end(), found[1], lambda text, final: Tail(0))
+        elif (other := text.find(TOOL_CALLS)) >= 0:
+            return Words(other)
+        return Words(len(text)) if final else None
+
+    @staticmethod
+    def _tail(text: str, final: bool) -> Tail | None:
+        close = _CLOSE.match(text)
+        if close is None:
+            return Tail(0) if final or "}" in text else None
+        rest = text[close.end():]
+        if not rest and not final:
+            return None
+        return Tail(close.end() + (rest[:1] in (",", "]")), rest[:1] == ",")
+
+    def rules(self, calls: Sequence[tuple[str, str]], several: bool, sign: Callable[[str], str]) -> list[str]:
+        rules = [f"call: {sign(TOOL_CALLS)} inner", lazily("before", TOOL_CALLS, sign)]
+        if not self.named:
+            more = '(", " one)*' if several else ""
+            return [*rules, "calls: call", f'inner: / ?/ "[" one {more} "]"',
+                    "free: before inner | TEXT", *_objects(calls, "arguments")]
+        each = [f"call_{i}: {json.dumps(name)} {sign(ARGS)} %json {schema}" for i, (name, schema) in enumerate(calls)]
+        return [*rules, f"calls: call{'+' if several else ''}", *each,
+                f"inner: {' | '.join(f'call_{i}' for i in range(len(calls)))}",
+                f"free: {'free_call* TEXT' if several else 'free_call | TEXT'}", "free_call: before inner"]
+
+
+HERMES = Hermes()
+
+
+def form_of(template: str) -> CallForm | None:
+    """The form that a chat template shows to its model; None if it is none of these."""
+    if CALL in template:
+        return None if "<function=" in template or "<arg_key>" in template else HERMES
+    if TOOL_CALLS in template:
+        return Mistral(ARGS in template)
+    if PYTHON_TAG in template or ('"name": "' in template and '"parameters": ' in template):
+        return Llama()
+    return None
