@@ -1,4 +1,4 @@
-"""Environments of other people's clients: one folder each, made on demand, kept, and never mixed with the project's own.
+"""Environments of other people's clients: one folder each, made on demand, kept, never mixed with the project's own.
 
     ~/.cache/stretto/clients/NAME-HASH/      HASH: of what is asked for; another version is another folder
 
