@@ -35,6 +35,7 @@ class GrammarState:
     def __init__(self, waiting: Future[LLMatcher]):
         self._compiled, self._deadline = waiting, time.monotonic() + COMPILE_SECONDS
         self._matcher: LLMatcher | None = None
+        self._forced: list[int] | None = None  # until the next id is taken
         self.offered: tuple[int, list[int]] = (-1, [])  # epoch, ids: as the device last reported them
 
     def another(self) -> GrammarState:
@@ -69,6 +70,7 @@ class GrammarState:
 
         Raises GrammarError where the grammar has led into a dead end or past llguidance's limits, and HostFault where
         an id was sampled that the mask of its position excluded."""
+        self._forced = None
         for i, token in enumerate(ids):
             if self.matcher.try_consume_tokens([token]) != 1:
                 raise self._refusal(token)
@@ -78,7 +80,9 @@ class GrammarState:
 
     def forced(self) -> list[int]:
         """Ids of the text that must follow, as the tokenizer would cut it; the model may cut it otherwise."""
-        return self.matcher.compute_ff_tokens()
+        if self._forced is None:
+            self._forced = self.matcher.compute_ff_tokens()
+        return self._forced
 
     def _refusal(self, token: int) -> Exception:
         return self.error() or HostFault(f"id {token} was sampled; the grammar does not allow it there")

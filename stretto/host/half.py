@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from stretto.host.cost import StepClock
 from stretto.host.counters import Counters
 from stretto.host.faults import HostFault
 from stretto.host.grammar import Grammars, wait_for
@@ -56,6 +57,7 @@ class HostHalf:
         self.ledger = Ledger(limits, self._ops)
         self.slots = Slots(limits.max_slots, self._ops)
         self.queue, self._live = Queue(), Live()
+        self._clock = StepClock(limits.clock)
         self._intake = Intake(limits, text_stream, grammars)
         self.sessions = Sessions(limits, self.ledger, self.slots, self.queue, self._live, self._intake, self._ops,
                                  self.counters)
@@ -122,6 +124,8 @@ class HostHalf:
         Call `take_outputs` after it: a turn may end here, for want of pages."""
         self._note_compiled()
         plan = self.planner.plan()
+        if plan is not None:
+            self._clock.launched(plan.seq)
         self._check()
         return plan
 
@@ -183,7 +187,10 @@ class HostHalf:
             self._grammars.close()
 
     def process(self, result: StepResult) -> list[Output]:
+        seconds = self._clock.ended(result.seq)
         outputs = self.take_outputs() + self.results.process(result)
+        if self.limits.elastic is not None:
+            self.limits.elastic.ran(result, max(seconds, result.seconds))
         self._check()
         return outputs
 
@@ -233,4 +240,10 @@ class HostHalf:
             free, loose = len(self.ledger.free[g]), self.ledger.tree.loose[g]
             gauges |= {f"pages_total_{g}": pages, f"pages_free_{g}": free, f"pages_evictable_{g}": loose,
                        f"pages_used_{g}": pages - free - loose}
-        return self.counters.as_dict(), gauges
+        counters = self.counters.as_dict()
+        if self.ledger.tier is not None:
+            counters |= self.ledger.tier.counters()
+            gauges |= self.ledger.tier.gauges()
+        if self.limits.elastic is not None:
+            counters |= self.limits.elastic.counters.as_dict()
+        return counters, gauges

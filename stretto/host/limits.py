@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from stretto.host.rates import Rates
 from stretto.params import ProcessorUse
 
 CAP_POLICIES = ("full", "one_in_mixed", "budget")
@@ -38,7 +39,11 @@ class HostLimits:
     seeds: random.Random = field(default_factory=random.SystemRandom)  # of requests that name no seed
     strict: bool = True  # a failed check raises; otherwise it is counted and ends the request with "error"
     drafter: HostDrafter | None = None
+    elastic: Elastic | None = None  # decides each step's drafts; None: every row has as many as it may
     check_processor: Callable[[ProcessorUse], None] | None = None  # ValueError for one that cannot run; None: none can
+    host_pages: tuple[int, ...] = ()  # of each group, in host memory, numbered 1..n; (): no tier
+    page_bytes: tuple[int, ...] = ()  # of a page of each group; (): all alike
+    rates: Rates = field(default_factory=Rates)  # whether host copies are worth their way
     poison: bool = False  # debug: freed pages are made unreadable
     max_sessions: int = 4096
     session_ttl: float = 3600.0  # seconds idle until a session closes, unless it was opened with its own
@@ -49,6 +54,10 @@ class HostLimits:
         self._check_positive()
         if len(self.pages) != len(self.windows):
             raise ValueError(f"pages names {len(self.pages)} groups, windows {len(self.windows)}: name the same groups")
+        for name, of_groups in (("host_pages", self.host_pages), ("page_bytes", self.page_bytes)):
+            if of_groups and (len(of_groups) != len(self.windows) or min(of_groups) < 1):
+                raise ValueError(f"{name} is {of_groups}; each of {len(self.windows)} groups needs 1 or more: give the"
+                                 " host tier more memory, or none")
         if self.cap_policy not in CAP_POLICIES:
             raise ValueError(f"cap_policy is {self.cap_policy!r}; it must be one of {', '.join(CAP_POLICIES)}")
         if self.kv_tokens < 2:

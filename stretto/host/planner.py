@@ -1,6 +1,7 @@
 """What runs in the next step: decide, then apply.
 
-    admit     waiting turns take slots while the pool has room for them, in order of rank
+    admit     waiting turns take slots while the pool has room for them, in order of rank; those whose pages come from
+              host memory once they have come, and the others do not wait for them
     decide    each running turn is a chunk row or a decode row; `share_budget` gives the caps
     reserve   pages up to hi + cap; where they are short: idle sessions, waiting turns, then running turns give way
     launch    caps go in flight; operations and rows become the plan
@@ -14,16 +15,19 @@ turn has ended, not before, so no two turns go on evicting each other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from stretto.host.counters import Counters
+from stretto.host.elastic import Choice, Demand
 from stretto.host.faults import need
 from stretto.host.ledger import Ledger, Reservation
 from stretto.host.limits import HostDrafter, HostLimits
 from stretto.host.ops import Ops
 from stretto.host.queue import Queue
-from stretto.host.share import share_budget
+from stretto.host.share import first_come, share_budget
 from stretto.host.slots import Slots
 from stretto.host.turn import Turn
 from stretto.wire import Goal, HostDraft, StepPlan
@@ -58,8 +62,10 @@ class Planner:
         self._ops, self._counters = ops, counters
         self._reclaim_idle, self._expire, self._quarantine = reclaim_idle, expire, quarantine
         self._seq = 0
+        self._arriving: dict[Turn, None] = {}  # admitted, they wait in the queue for pages that come from the host
         self._chunk_step_last = False
         self._refused: Refusal | None = None
+        self._choice: Choice | None = None  # of the step that is planned
 
     def plan(self) -> StepPlan | None:
         """The next step, or None where no row can run (operations then wait for the next plan)."""
@@ -72,22 +78,44 @@ class Planner:
 
     # -------------------------------------------------------------------------------------------------- admission
     def _admit(self) -> None:
-        claims: list[int] | None = None  # pages of each group that the running turns will ask for
-        while (turn := self._queue.head) is not None and self._slots.vacant and self._may_look(turn):
+        self._seat_arrived(waiting=False)
+        claims: list[int] | None = None  # pages of each group that the turns admitted before will ask for
+        while (turn := self._queue.first(self._arriving)) is not None and self._may_look(turn) \
+                and self._slots.vacant > len(self._arriving):
             claims = self._claims() if claims is None else claims
             if not self._find_room(turn, claims):
-                return
+                break
             assert turn.lease is not None
-            self._queue.remove(turn)
-            if turn.usage.retractions == 0:
-                turn.usage.cached_tokens = min(turn.lease.lo, turn.job.prompt)
-                if turn.job.request.arrival:
-                    turn.usage.queue_seconds = time.monotonic() - turn.job.request.arrival
-                self._counters.prompt_tokens += turn.job.prompt
-                self._counters.cached_tokens += turn.usage.cached_tokens
-                self._counters.recomputed_tokens += max(0, turn.expected - turn.lease.lo)  # of a session
-            self._slots.seat(turn, self._ledger.seam(turn.lease))
             claims = [a + b for a, b in zip(claims, self._claim(turn))]
+            if self._ledger.arrived(turn.lease):
+                self._seat(turn)
+            else:
+                self._arriving[turn] = None
+        if not self._slots.running:  # nobody is held up by a step that waits for copies
+            self._seat_arrived(waiting=True)
+
+    def _seat_arrived(self, waiting: bool) -> None:
+        """Seats the turns whose pages have come from the host; `waiting`: all of them, and the step waits."""
+        for turn in list(self._arriving):
+            if turn.lease is None:  # it ended, or gave way
+                del self._arriving[turn]
+            elif waiting or self._ledger.arrived(turn.lease):
+                self._seat(turn)
+
+    def _seat(self, turn: Turn) -> None:
+        assert turn.lease is not None
+        self._arriving.pop(turn, None)
+        self._queue.remove(turn)
+        counters = self._counters
+        if turn.usage.retractions == 0:
+            turn.usage.cached_tokens = min(turn.lease.lo, turn.job.prompt)
+            if turn.job.request.arrival:
+                turn.usage.queue_seconds = time.monotonic() - turn.job.request.arrival
+            counters.prompt_tokens += turn.job.prompt
+            counters.cached_tokens += turn.usage.cached_tokens
+        counters.recomputed_tokens += max(0, turn.expected - turn.lease.lo)
+        self._ledger.wait_for(turn.lease)
+        self._slots.seat(turn, self._ledger.seam(turn.lease))
 
     def _may_look(self, turn: Turn) -> bool:
         """A head that found no room looks again when a turn has ended, or the pages that it lacked have come back:
@@ -101,21 +129,33 @@ class Planner:
         """True with a lease on the turn. A turn without room holds no pages that it did not hold before."""
         adopted = turn.lease is None
         if turn.lease is None:
-            turn.lease = self._ledger.adopt(turn.tokens, turn.adoptable, turn.job.limit - 1,
-                                            turn.job.request.cache_salt)
+            self._adopt(turn)
         while not self._has_room(turn, claims):
             if self._reclaim(keep=turn):
                 continue
             if not self._slots.running:
-                return True  # it has the pool to itself
+                break  # it has the pool to itself
             lacking = [a + b - self._ledger.available(g) for g, (a, b) in enumerate(zip(self._claim(turn), claims))]
             if adopted:
-                self._ledger.drop(turn.lease)
-                turn.lease = None
+                self._give_up(turn)
             wanted = [self._ledger.available(g) + n for g, n in enumerate(lacking)]
             self._refused = Refusal(turn, self._slots.ended, wanted)
             return False
+        if not self._ledger.fetch(turn.lease):
+            self._give_up(turn)
+            self._adopt(turn, restore=False)
         return True
+
+    def _adopt(self, turn: Turn, restore: bool = True) -> None:
+        turn.lease = self._ledger.adopt(turn.tokens, turn.adoptable, turn.job.limit - 1, turn.job.request.cache_salt,
+                                        turn.home, restore)
+        turn.home = None
+
+    def _give_up(self, turn: Turn) -> None:
+        """The turn's pages may go; it will look for them again."""
+        assert turn.lease is not None
+        turn.home = self._ledger.give_up(turn.lease, turn.tokens)
+        turn.lease = None
 
     def _has_room(self, turn: Turn, claims: list[int]) -> bool:
         own = self._claim(turn)
@@ -130,7 +170,7 @@ class Planner:
 
     def _claims(self) -> list[int]:
         total = [0] * len(self._limits.pages)
-        for turn in self._slots.running:
+        for turn in (*self._slots.running, *self._arriving):
             total = [a + b for a, b in zip(total, self._claim(turn))]
         return total
 
@@ -156,12 +196,32 @@ class Planner:
             else:
                 fills = []
         fills.sort(key=lambda fill: fill[0].job.rank)
-        widths = [turn.job.width for turn in decoding]
-        chunk_caps, tail_caps = self._caps([owed for _, owed in fills], widths)
+        owed, widths = self._wishes(fills, decoding)
+        chunk_caps, tail_caps = self._caps(owed, widths)
         if sum(tail_caps) < len(widths) + sum(widths):  # the budget was short for some
             self._rotate(decoding, tail_caps)
         return ([(turn, cap) for (turn, _), cap in zip(fills, chunk_caps) if cap],
                 [(turn, cap) for turn, cap in zip(decoding, tail_caps) if cap])
+
+    def _wishes(self, fills: list[tuple[Turn, int]], decoding: list[Turn]) -> tuple[list[int], list[int]]:
+        """Prompt tokens that each chunk row owes, and drafts that each decode row may have verified: all of them, or as
+        many as pay in this step."""
+        owed, widths = [n for _, n in fills], [turn.job.width for turn in decoding]
+        if self._limits.elastic is None:
+            return owed, widths
+        chunks = [min(self._limits.chunk, n) for n in owed]
+        self._choice = choice = self._limits.elastic.choose(Demand(
+            slots=np.asarray([turn.slot for turn in decoding], dtype=np.int64),
+            widths=np.asarray(widths, dtype=np.int64), fixed=np.asarray([self._is_fixed(t) for t in decoding], bool),
+            context=_context(decoding), chunk_tokens=min(sum(chunks), self._limits.budget - len(decoding)),
+            chunk_context=_context(turn for turn, _ in fills) + sum(chunks)))
+        return first_come(chunks, max(choice.chunk_tokens, 1)), choice.drafts
+
+    def _is_fixed(self, turn: Turn) -> bool:
+        """The request names its number of drafts, or its grammar knows what must follow."""
+        if turn.job.request.sampling.speculation is not None:
+            return True
+        return turn.grammar is not None and len(turn.grammar.forced()) > self._limits.depth
 
     def _rotate(self, decoding: list[Turn], caps: list[int]) -> None:
         """In the next step those come first that got nothing in this one, then those that got less than they want."""
@@ -191,7 +251,7 @@ class Planner:
     def _prepare(self, turn: Turn, reservation: Reservation, is_chunk: bool) -> None:
         if reservation.mapped:
             self._ops.map(turn.slot, reservation.mapped)
-        if not is_chunk and turn.job.width and len(turn.tokens) > turn.job.prompt:
+        if not is_chunk and reservation.q_cap > 1 and len(turn.tokens) > turn.job.prompt:
             self._propose(self._limits.drafter, turn)
 
     def _propose(self, drafter: HostDrafter | None, turn: Turn) -> None:
@@ -248,10 +308,7 @@ class Planner:
             turn = self._queue.last_with_lease(but=keep)
             if turn is None:
                 return False
-            assert turn.lease is not None
-            self._ledger.publish(turn.lease, turn.tokens)
-            self._ledger.drop(turn.lease)
-            turn.lease = None
+            self._give_up(turn)
         self._counters.reclaimed += 1
         return True
 
@@ -261,9 +318,8 @@ class Planner:
         assert lease is not None
         self._counters.retractions += 1
         turn.usage.retractions += 1
-        self._ledger.publish(lease, turn.tokens)
-        self._ledger.drop(lease)
-        turn.lease = None
+        turn.expected = lease.lo
+        self._give_up(turn)
         self._slots.leave(turn)
         self._queue.push(turn)
 
@@ -279,12 +335,23 @@ class Planner:
         need(planned <= self._limits.budget, f"a step of {planned} tokens; the budget is {self._limits.budget}")
         self._count(rows, planned)
         self._counters.processor_steps += any(row.turn.job.request.sampling.logit_processors for row in rows)
-        width = max(row.turn.job.width for row in rows) if self._limits.drafter is None else 0
+        width = self._draft_width(rows)
         plan = self._ops.take(self._seq, width, wire_rows)
+        self._ledger.save_ahead()
         plan.late_mask = any(_is_masked(row.turn) for row in rows)
         self._counters.masked_steps += plan.late_mask
+        if self._limits.elastic is not None and self._choice is not None:
+            caps = {row.turn.slot: row.reservation.q_cap for row in rows if not row.is_chunk}
+            self._limits.elastic.launched(self._seq, self._choice, caps, planned, plan.draft_width)
         self._seq += 1
         return plan
+
+    def _draft_width(self, rows: list[Row]) -> int:
+        """Drafts that the device proposes at the end of the step."""
+        if self._limits.drafter is not None:
+            return 0
+        most = max(row.turn.job.width for row in rows)
+        return most if self._choice is None else min(most, self._choice.draft_width)
 
     def _count(self, rows: list[Row], planned: int) -> None:
         counters = self._counters
@@ -299,6 +366,16 @@ class Planner:
             counters.mixed_steps += 1
             counters.tail_rows += n_tails
             counters.tail_tokens += planned - chunk_tokens
+
+
+def _who(turn: Turn) -> tuple[str, int]:
+    """Whose drafts are judged alike: of a session from turn to turn, of a retracted request when it is back."""
+    return (turn.session.sid, -1) if turn.session is not None else (turn.job.request.rid, turn.job.index)
+
+
+def _context(turns: Iterable[Turn]) -> int:
+    """KV cells that they read."""
+    return sum(turn.lease.lo for turn in turns if turn.lease is not None)
 
 
 def _is_masked(turn: Turn) -> bool:

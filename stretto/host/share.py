@@ -23,20 +23,20 @@ def share_budget(fills: Sequence[int], drafts: Sequence[int], *, chunk: int, bud
     if policy == "one_in_mixed" and fills:
         drafts = [0] * len(drafts)
     if policy == "budget":
-        tails = _first_come([1] * len(drafts), for_tails)
-        chunks = _first_come(wanted, budget - sum(tails))
+        tails = first_come([1] * len(drafts), for_tails)
+        chunks = first_come(wanted, budget - sum(tails))
         more = _in_turns([n if tail else 0 for n, tail in zip(drafts, tails)], budget - sum(tails) - sum(chunks))
         return chunks, [a + b for a, b in zip(tails, more)]
     if len(drafts) + sum(drafts) <= for_tails:  # the usual case
         tails = [1 + n for n in drafts]
     else:
-        tails = _first_come([1] * len(drafts), for_tails)
-        more = _first_come([n if tail else 0 for n, tail in zip(drafts, tails)], for_tails - sum(tails))
+        tails = first_come([1] * len(drafts), for_tails)
+        more = first_come([n if tail else 0 for n, tail in zip(drafts, tails)], for_tails - sum(tails))
         tails = [a + b for a, b in zip(tails, more)]
-    return _first_come(wanted, budget - sum(tails)), tails
+    return first_come(wanted, budget - sum(tails)), tails
 
 
-def _first_come(wants: Sequence[int], budget: int) -> list[int]:
+def first_come(wants: Sequence[int], budget: int) -> list[int]:
     """Each what it wants, in order, until the budget is spent."""
     ends = list(accumulate(wants))
     if not ends or ends[-1] <= budget:

@@ -1,0 +1,82 @@
+"""How likely each draft of a row is to be accepted: decayed counts per slot and place, resting on those of all rows.
+
+    survival[i, j] = P(row i is offered draft j) * P(accepted | offered, all before it accepted), multiplied up to j
+
+A row that has been verified often speaks for itself; a new one is believed to be like the others. No torch here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+ROW_MEMORY = 0.96  # of a row's counts, kept with each step, verified or not: what is old says little
+ALL_MEMORY = 0.99  # of everybody's counts, kept with each verified row
+OFFER_MEMORY = 0.8  # offers come in runs (a matching n-gram), so they are forgotten sooner
+WEIGHT = 10.0  # verified drafts by which everybody's average counts in a row's estimate
+FIRST_GUESS = 0.7  # before anything was verified
+
+
+class Acceptance:
+    """`width`: most drafts of a row and step; slots are numbered 0 .. n_slots - 1."""
+
+    def __init__(self, n_slots: int, width: int):
+        self.width = width
+        self._tried = np.zeros((n_slots, width))  # drafts at each place whose predecessors were accepted
+        self._passed = np.zeros((n_slots, width))
+        self._offered = np.ones((n_slots, width))  # share of the steps in which a draft stood there, though it might
+        self._all_tried = np.zeros(width)
+        self._all_passed = np.zeros(width)
+        self._all_offered = np.ones(width)
+
+    def forget(self, slot: int) -> None:
+        """The slot has a new occupant, of whom nothing is known."""
+        self._tried[slot] = self._passed[slot] = 0.0
+        self._offered[slot] = self._all_offered
+
+    def remember(self, slot: int) -> np.ndarray:
+        """What is known of the occupant, for `recall`: [3, width]."""
+        return np.stack([self._tried[slot], self._passed[slot], self._offered[slot]])
+
+    def recall(self, slot: int, known: np.ndarray) -> None:
+        self._tried[slot], self._passed[slot], self._offered[slot] = known
+
+    def note(self, slots: np.ndarray, allowed: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
+        """Rows of one step, all [R] and each slot once: a row might verify `allowed` drafts, was offered `verified` of
+        them, and `accepted` were right."""
+        places = np.arange(self.width)
+        may, offered = places < allowed[:, None], places < verified[:, None]
+        self._offered[slots] += np.where(may, (1 - OFFER_MEMORY) * (offered - self._offered[slots]), 0)
+        seen = may.sum(0)
+        keep = ALL_MEMORY**seen
+        self._all_offered = keep * self._all_offered + (1 - keep) * (may & offered).sum(0) / np.maximum(seen, 1)
+
+        tried = places < np.minimum(accepted + 1, verified)[:, None]  # behind the first wrong one nothing is learnt
+        passed = tried & (places < accepted[:, None])
+        self._tried[slots] += tried
+        self._passed[slots] += passed
+        keep = ALL_MEMORY ** int(tried[:, 0].sum())  # at every place: what was not tried for long fades
+        self._all_tried = keep * self._all_tried + tried.sum(0)
+        self._all_passed = keep * self._all_passed + passed.sum(0)
+
+    def step(self, slots: np.ndarray) -> None:
+        """Time passes for these slots."""
+        self._tried[slots] *= ROW_MEMORY
+        self._passed[slots] *= ROW_MEMORY
+
+    def survival(self, slots: np.ndarray) -> np.ndarray:
+        """slots [R] -> [R, width]: the chance that each draft brings a token; falls from left to right."""
+        rate = (self._passed[slots] + WEIGHT * np.asarray(self.usual())) / (self._tried[slots] + WEIGHT)
+        return np.cumprod(rate, axis=1) * self.offered(slots)
+
+    def offered(self, slots: np.ndarray) -> np.ndarray:
+        """slots [R] -> [R, width]: the chance that a draft stands at each place at all."""
+        return np.minimum.accumulate(self._offered[slots], axis=1)
+
+    def usual(self) -> list[float]:
+        """Everybody's chance at each place, given that those before it were accepted. A place that was hardly ever
+        tried is believed to be like the one before it."""
+        rates, before = [], FIRST_GUESS
+        for tried, passed in zip(self._all_tried.tolist(), self._all_passed.tolist()):
+            before = (passed + WEIGHT * before) / (tried + WEIGHT)
+            rates.append(before)
+        return rates

@@ -1,0 +1,176 @@
+"""What a step costs: seconds as a function of what it holds, fitted to measured steps and kept fresh by new ones.
+
+    T = fixed + curve(tokens) + rows + context + pairs + proposing
+
+The curve is piecewise linear and never falls: flat while the weights are read anyway, rising once the step computes.
+A device that pads steps to buckets pays for the bucket, which makes a staircase of it:
+
+    seconds |              ____/
+            |        _____|
+            |_______|
+            +-----------------> tokens
+
+No coefficient is negative, so the model stays plausible where nothing was measured. No torch in this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+LEAST_RATIO, MOST_RATIO = 0.5, 2.0  # of a measured step to its prediction, beyond which it is an outlier
+SCALE_RATE, CURVE_RATE = 0.02, 0.05  # shares by which one step moves the corrections
+REFRESH = 16  # steps after which corrections come into force
+
+
+class StepWork(NamedTuple):
+    """What a step holds, as far as its cost depends on it."""
+
+    rows: int
+    tokens: int  # packed, of prompt chunks and decode rows
+    context: int  # KV cells that its rows read, in all
+    pairs: int = 0  # of prompt chunks: tokens times the context each of them attends to
+    draft_width: int = 0  # proposed at its end for every row
+
+
+def _features(work: StepWork, tokens: int, knots: np.ndarray) -> np.ndarray:
+    """Fixed part, shares of the curve's segments, then the linear terms."""
+    width = work.draft_width
+    linear = (work.rows, work.context, work.pairs, float(width > 0), width, work.rows * width)
+    return np.concatenate([[1.0], _segments(tokens, knots), linear])
+
+
+def _proposing(terms: Sequence[float], work: StepWork) -> float:
+    """Seconds of the proposals at a step's end: once, of each pass, of each draft."""
+    once, each_pass, each_draft = terms
+    width = work.draft_width
+    return once + width * (each_pass + work.rows * each_draft) if width else 0.0
+
+
+def _segments(tokens: int, knots: np.ndarray) -> np.ndarray:
+    """How far into each segment so many tokens reach, 0..1; beyond the last knot the last segment goes on."""
+    lengths = np.diff(knots)
+    reach = (tokens - knots[:-1]) / lengths
+    return np.concatenate([np.clip(reach[:-1], 0, 1), np.maximum(reach[-1:], 0)])
+
+
+def non_negative_least_squares(a: np.ndarray, b: np.ndarray, rounds: int = 2000) -> np.ndarray:
+    """x >= 0 that makes |a x - b| least; a [N, F], b [N]. Sequential coordinate-wise descent (Franc, Hlavac and
+    Navara, CAIP 2005): each coordinate in turn goes to its own optimum, until none moves."""
+    gram, gradient = a.T @ a, -(a.T @ b)
+    x = np.zeros(a.shape[1])
+    for _ in range(rounds):
+        moved = 0.0
+        for j, curvature in enumerate(np.diag(gram)):
+            if curvature > 0:
+                step = max(0.0, x[j] - gradient[j] / curvature) - x[j]
+                if step:
+                    x[j] += step
+                    gradient += step * gram[:, j]
+                    moved = max(moved, abs(step) * curvature**0.5)
+        if moved < 1e-7:
+            break
+    return x
+
+
+class CostModel:
+    """Seconds of a step. `padded(tokens)`: how many tokens the device computes for so many; the identity where sizes
+    are exact. `most`: tokens of the largest step."""
+
+    def __init__(self, samples: Sequence[tuple[StepWork, float]], most: int, padded: Callable[[int], int] | None = None):
+        """Raises ValueError without samples of at least two token counts."""
+        self._padded = np.fromiter((n if padded is None else padded(n) for n in range(most + 1)), np.int64, most + 1)
+        counts = sorted({int(self._padded[min(work.tokens, most)]) for work, _ in samples})
+        if len(counts) < 2:
+            raise ValueError(f"steps of {counts} tokens were measured: a curve needs two different counts")
+        self._knots = np.asarray(counts, dtype=float)
+        self.samples = len(samples)
+        self._coefficients = self._fit(samples)
+        self._terms: list[float] = self._coefficients[len(counts) :].tolist()
+        self._scale = 1.0
+        self._corrections = np.ones(len(counts))  # at the knots
+        self._observed = 0
+        self._curve = self._tabulate()
+        self._corrected = np.ones(most + 1)  # the corrections for every token count
+
+    def _fit(self, samples: Sequence[tuple[StepWork, float]]) -> np.ndarray:
+        """Relative errors count alike for short and long steps."""
+        seconds = np.asarray([s for _, s in samples])
+        rows = np.stack([_features(work, self._tokens(work.tokens), self._knots) for work, _ in samples])
+        size = np.maximum(rows.max(0), 1e-12)
+        return non_negative_least_squares(rows / size / seconds[:, None], np.ones(len(samples))) / size
+
+    def _tokens(self, tokens: int) -> int:
+        return int(self._padded[min(max(tokens, 0), len(self._padded) - 1)])
+
+    def _tabulate(self) -> np.ndarray:
+        """The fixed part and the curve for every token count, [most + 1]."""
+        n = len(self._knots) - 1
+        heights = self._coefficients[0] + np.concatenate([[0.0], np.cumsum(self._coefficients[1 : 1 + n])])
+        slope = self._coefficients[n] / (self._knots[-1] - self._knots[-2])
+        curve = np.interp(self._padded, self._knots, heights)
+        return curve + slope * np.maximum(self._padded - self._knots[-1], 0)
+
+    def seconds(self, work: StepWork) -> float:
+        at = min(work.tokens, len(self._curve) - 1)
+        return self._scale * float(self._corrected[at]) * (float(self._curve[at]) + self._linear(work))
+
+    def curve(self, work: StepWork, tokens: np.ndarray) -> np.ndarray:
+        """Seconds of `work` if it held so many tokens instead; tokens [N] -> [N]."""
+        at = np.minimum(tokens, len(self._curve) - 1)
+        return self._scale * self._corrected[at] * (self._curve[at] + self._linear(work))
+
+    def _linear(self, work: StepWork) -> float:
+        rows, context, pairs, *proposing = self._terms
+        return rows * work.rows + context * work.context + pairs * work.pairs + _proposing(proposing, work)
+
+    def proposing(self, rows: int, width: int) -> float:
+        """Seconds that proposing so many drafts for so many rows adds to a step."""
+        return self._scale * _proposing(self._terms[3:], StepWork(rows, rows, 0, draft_width=width))
+
+    def attending(self, pairs: np.ndarray) -> np.ndarray:
+        """Seconds that so many pairs of prompt token and context cell add; [N] -> [N]."""
+        return self._scale * self._terms[2] * pairs
+
+    def observe(self, work: StepWork, seconds: float) -> float:
+        """A step took so long. Returns what was predicted. One outlier moves nothing far: ratios are clipped."""
+        predicted = self.seconds(work)
+        if seconds <= 0 or predicted <= 0:
+            return predicted
+        ratio = min(max(seconds / predicted, LEAST_RATIO), MOST_RATIO)
+        self._scale *= ratio**SCALE_RATE
+        nearest = int(np.abs(self._knots - self._tokens(work.tokens)).argmin())
+        self._corrections[nearest] *= ratio**CURVE_RATE
+        self._observed += 1
+        if self._observed % REFRESH == 0:
+            self._corrected = np.interp(self._padded, self._knots, self._corrections)
+        return predicted
+
+    def describe(self) -> list[dict[str, float]]:
+        """The curve at its knots, for people."""
+        seconds = self.curve(StepWork(0, 0, 0), self._knots.astype(int))
+        return [{"tokens": int(n), "milliseconds": round(1e3 * float(s), 3)} for n, s in zip(self._knots, seconds)]
+
+
+class StepClock:
+    """How long each step kept the others waiting: from its launch, or from the end of the one before it.
+
+        launch N |---- N ----| launch N+1 ... |- N+1 -|      N+1 was launched early: it counts from the end of N
+    """
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._launched: dict[int, float] = {}
+        self._last = 0.0
+
+    def launched(self, seq: int) -> None:
+        self._launched[seq] = self._clock()
+
+    def ended(self, seq: int) -> float:
+        """Seconds. Steps end in order."""
+        now = self._clock()
+        began = max(self._launched.pop(seq, now), self._last)
+        self._last = now
+        return now - began

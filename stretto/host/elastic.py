@@ -1,0 +1,297 @@
+"""Elastic speculation: each step decides how much to speculate.
+
+Verified drafts pay while a step has time to spare and cost once it has not. So with every plan the host weighs
+
+    gain    the chance that a draft is accepted             (acceptance.py, per row and place in the draft)
+    cost    the time that verifying it adds to the step     (cost.py, from measured steps)
+
+and hands out drafts by gain until the next one would cost more time than its tokens are worth. What a second is worth
+is the best rate of tokens that decoding alone can reach now:
+
+    rate  = max over n of (rows + gain of the n best drafts) / (seconds of a step with them, proposals included)
+    drafts of a step = the n that makes   rows + gain(n) - rate * seconds(n)   largest
+
+Where the best rate comes without drafts, nothing is proposed either, and now and then a step probes whether that is
+still so. All of it changes how fast an answer comes, never what it says. The rule follows the goodput idea of
+SmartSpec (Liu et al. 2024, arXiv 2406.14066) with a cost that knows of contexts and prompt chunks. No torch here.
+
+    plan N     proposes w drafts a row (w for the step after it)
+    plan N+1   verifies up to w of them, and says what is proposed for N+2
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from stretto.host.acceptance import Acceptance
+from stretto.host.cost import CostModel, StepWork
+from stretto.wire import StepResult
+
+RATED_STEPS = 4  # after which the best rate is looked for again
+STAY = 1.02  # another width must promise so much more before it replaces the present one
+PROBE_SHARE = 0.004  # of the time that probing may cost
+PROBE_EXTRA = 0.03  # of a plain step's time that one probe may add, where more than one row fits into that
+PROBE_LEAST = 8  # steps between probes, at least
+SURPRISE = 0.05  # by which the usual acceptance must have risen in a probe, so that another follows at once
+REMEMBERED = 4096  # requests and sessions without a slot
+LEAST_CHUNK = 64  # prompt tokens of a step that a latency goal leaves, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What could run in a step. Arrays are [R], one entry for each decode row."""
+
+    slots: np.ndarray  # int
+    widths: np.ndarray  # int: most drafts that the row may have verified
+    fixed: np.ndarray  # bool: the request names its number of drafts
+    context: int  # KV cells that the decode rows read, in all
+    chunk_tokens: int = 0  # prompt tokens that could run
+    chunk_context: int = 0  # KV cells that the chunk rows read, in all
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    drafts: list[int]  # verified at most, of each decode row
+    chunk_tokens: int  # prompt tokens, at most
+    draft_width: int  # to propose at the end of the step
+    verifiable: int  # drafts that a row can have waiting
+    work: StepWork
+    plain_seconds: float  # what the step would have taken without drafts
+    round_seconds: float  # and another one after it, without prompt chunks
+
+
+@dataclass(slots=True)
+class ElasticCounters:
+    """Sums, so that averages over any span can be had. `regret`: seconds lost against plain decoding, by the model."""
+
+    steps: int = 0
+    probes: int = 0
+    speculating_steps: int = 0  # in which drafts could be verified
+    timed_steps: int = 0
+    predicted_seconds: float = 0.0
+    measured_seconds: float = 0.0
+    plain_seconds: float = 0.0  # that plain decoding would have taken for the same tokens, by the model
+    regret_seconds: float = 0.0
+    chosen: list[int] = field(default_factory=list)  # decode rows by the number of drafts they were given
+
+    def as_dict(self) -> dict[str, float]:
+        """By name; decode rows that were given n drafts as `elastic_chosen.n`."""
+        values = asdict(self)
+        chosen = values.pop("chosen")
+        return {f"elastic_{name}": value for name, value in values.items()} | {
+            f"elastic_chosen.{n}": count for n, count in enumerate(chosen)}
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A launched step, until its time is known."""
+
+    choice: Choice
+    work: StepWork
+    allowed: dict[int, int]  # drafts that each row which decodes may verify, by slot
+
+
+class Elastic:
+    """`widths`: the draft widths that may be proposed, 0 among them, the largest last. `exact`: a draft that is not
+    offered costs nothing (sizes are exact); otherwise its place in the step is padding and costs as much. `goal`: most
+    seconds of a step, or None. `on_host`: proposals come with the plan that verifies them, not a step before."""
+
+    def __init__(self, cost: CostModel, n_slots: int, widths: Sequence[int], exact: bool, goal: float | None = None,
+                 on_host: bool = False):
+        if len(widths) < 2 or widths[0] != 0 or list(widths) != sorted(set(widths)):
+            raise ValueError(f"widths {list(widths)} must rise from 0 to the most drafts of a step")
+        self.cost, self.widths, self.exact, self.goal, self.on_host = cost, tuple(widths), exact, goal, on_host
+        self.acceptance = Acceptance(n_slots, widths[-1])
+        self.counters = ElasticCounters(chosen=[0] * (widths[-1] + 1))
+        self._drafted = widths[-1] if on_host else 0  # width that the last plan proposes, which the next one may verify
+        self._favourite = widths[-1]
+        self._rated, self._rated_rows = (0.0, widths[-1]), 0  # the best rate and its width, for so many rows
+        self._probe_in = PROBE_LEAST
+        self._believed = 1.0  # acceptance of first drafts at the last probe
+        self._flights: dict[int, _Flight] = {}
+        self._occupants: dict[int, Hashable] = {}  # slot -> who sits there
+        self._known: OrderedDict[Hashable, np.ndarray] = OrderedDict()  # of those that left
+
+    def seated(self, slot: int, who: Hashable) -> None:
+        """A slot has a new occupant. One that was here before, a session or a retracted request, is remembered."""
+        before = self._occupants.pop(slot, None)
+        if before is not None:
+            self._known[before] = self.acceptance.remember(slot)
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        self.acceptance.forget(slot)
+        for other in [s for s, occupant in self._occupants.items() if occupant == who]:
+            self._known[who] = self.acceptance.remember(other)
+            del self._occupants[other]
+        if (known := self._known.pop(who, None)) is not None:
+            self.acceptance.recall(slot, known)
+        self._occupants[slot] = who
+
+    # --------------------------------------------------------------------------------------------------- one step
+    def choose(self, demand: Demand) -> Choice:
+        """For the next plan. Whatever it says is only an upper bound: a plan may hold less."""
+        rows = len(demand.slots)
+        self.acceptance.step(demand.slots)
+        gains, costs = self._weigh(demand)
+        if rows != self._rated_rows or self.counters.steps % RATED_STEPS == 0:
+            self._rated, self._rated_rows = self._best_rate(demand, gains, costs), rows
+        rate, width = self._rated
+        probing = self._is_probe_due(width, rows)
+        verifiable = self._drafted
+        drafts = self._drafts(demand, gains, costs, rate)
+        width = self._next_width(demand, width, probing)
+        chunk = self._chunk(demand, sum(drafts))
+        work = self._work(demand, rows + sum(drafts) + chunk, width, chunk)
+        plain = self.cost.seconds(self._work(demand, rows + chunk, 0, chunk))
+        another = self.cost.seconds(self._work(demand, rows, 0, 0))
+        return Choice(drafts, chunk, width, verifiable, work, plain, another)
+
+    def _weigh(self, demand: Demand) -> tuple[np.ndarray, np.ndarray]:
+        """Gain and tokens of each draft, [R, K]; gains of drafts that the row may not have are 0."""
+        gains = self.acceptance.survival(demand.slots)
+        places = np.arange(gains.shape[1])
+        gains = np.where(places < demand.widths[:, None], gains, 0.0)
+        offered = self.acceptance.offered(demand.slots) if self.exact else np.ones_like(gains)
+        return gains, offered
+
+    def _best_rate(self, demand: Demand, gains: np.ndarray, costs: np.ndarray) -> tuple[float, int]:
+        """The best rate of tokens that the decode rows reach alone, and the draft width it takes."""
+        rows = len(demand.slots)
+        if not rows:
+            return 0.0, self._favourite
+        best, at, present = 0.0, 0, 0.0
+        for width in self.widths:
+            inside = gains[:, :width]
+            gain, tokens = _cumulated(inside, costs[:, :width], _ranked(inside))
+            seconds = self.cost.curve(self._work(demand, rows, width, 0), rows + tokens)
+            rate = float(((rows + gain) / self._bounded(seconds)).max())
+            if width == self._favourite:
+                present = rate
+            if rate > best:
+                best, at = rate, width
+        if best < STAY * present:
+            best, at = present, self._favourite
+        self._favourite = at
+        return best, at
+
+    def _bounded(self, seconds: np.ndarray) -> np.ndarray:
+        """Without a latency goal, as it is; steps beyond the goal count as endless, but for the shortest."""
+        if self.goal is None:
+            return seconds
+        return np.where((seconds <= self.goal) | (np.arange(len(seconds)) == 0), seconds, np.inf)
+
+    def _drafts(self, demand: Demand, gains: np.ndarray, costs: np.ndarray, rate: float) -> list[int]:
+        """How many drafts each decode row verifies, of those that the last plan proposes."""
+        rows, width = len(demand.slots), self._drafted
+        fixed = np.where(demand.fixed, demand.widths, 0)
+        if not width or not rows:
+            return fixed.tolist()
+        gains, costs = gains[:, :width], costs[:, :width]
+        ranked = _ranked(gains)
+        gain, tokens = _cumulated(gains, costs, ranked)
+        chunk = demand.chunk_tokens if self.goal is None else min(demand.chunk_tokens, LEAST_CHUNK)
+        seconds = self.cost.curve(self._work(demand, rows, 0, chunk), rows + chunk + tokens)
+        n = int((gain - rate * self._bounded(seconds)).argmax())
+        if self._probe_in < 0:
+            n = max(n, self._probe_size(seconds))
+            self._probe_in = self._probe_interval(rows, seconds, n)
+            self._believed = self.acceptance.usual()[0]
+            self.counters.probes += 1
+        chosen = np.bincount(ranked[:n] // width, minlength=rows)
+        chosen = np.minimum(chosen, demand.widths)
+        return np.where(demand.fixed, fixed, chosen).tolist()
+
+    def _next_width(self, demand: Demand, width: int, probing: bool) -> int:
+        asked = int(demand.widths[demand.fixed].max(initial=0))
+        wanted = max(width, self.widths[-1] if probing else 0, asked)
+        return next(w for w in self.widths if w >= wanted)
+
+    def _chunk(self, demand: Demand, drafts: int) -> int:
+        """Prompt tokens, as many as the latency goal leaves."""
+        if self.goal is None or demand.chunk_tokens <= LEAST_CHUNK:
+            return demand.chunk_tokens
+        sizes = np.arange(LEAST_CHUNK, demand.chunk_tokens + 1)
+        rows = len(demand.slots)
+        work = self._work(demand, rows, 0, demand.chunk_tokens)._replace(pairs=0)
+        seconds = self.cost.curve(work, rows + drafts + sizes) + self.cost.attending(sizes * demand.chunk_context)
+        return int(sizes[max(0, int(np.searchsorted(seconds, self.goal, side="right")) - 1)])
+
+    def _work(self, demand: Demand, tokens: int, width: int, chunk: int) -> StepWork:
+        return StepWork(len(demand.slots), tokens, demand.context + (demand.chunk_context if chunk else 0),
+                        chunk * demand.chunk_context, width)
+
+    # ----------------------------------------------------------------------------------------------------- probes
+    def _is_probe_due(self, width: int, rows: int) -> bool:
+        """Where nothing would be proposed: whether this step is to propose for a probe in the next one."""
+        if width or not rows:
+            self._probe_in = PROBE_LEAST
+            return False
+        found = self.acceptance.usual()[0]
+        if found > self._believed + SURPRISE:
+            self._probe_in = 0
+        self._believed = min(self._believed, found)
+        self._probe_in -= 1
+        return self._probe_in < 0 and (self.on_host or not self._drafted)
+
+    def _probe_size(self, seconds: np.ndarray) -> int:
+        """Drafts of a probe: one row's, or as many as add little to the step."""
+        cheap = int(np.searchsorted(seconds, seconds[0] * (1 + PROBE_EXTRA), side="right")) - 1
+        return min(max(self._drafted, cheap), len(seconds) - 1)
+
+    def _probe_interval(self, rows: int, seconds: np.ndarray, n: int) -> int:
+        """Steps until the next probe, so that all of them take their share of the time and no more."""
+        extra = float(seconds[n] - seconds[0]) + self.cost.proposing(rows, self._drafted)
+        return max(PROBE_LEAST, int(extra / (PROBE_SHARE * max(float(seconds[0]), 1e-9))))
+
+    # ---------------------------------------------------------------------------------------------------- results
+    def launched(self, seq: int, choice: Choice, caps: Mapping[int, int], tokens: int, draft_width: int) -> None:
+        """The plan that came of a choice: q_cap of the rows that decode, by slot; tokens of all its rows at most; what
+        it proposes."""
+        if not self.on_host:
+            self._drafted = draft_width
+        allowed = {slot: min(cap - 1, choice.verifiable) for slot, cap in caps.items()}
+        self._flights[seq] = _Flight(choice, choice.work._replace(tokens=tokens, draft_width=draft_width), allowed)
+        self.counters.steps += 1
+        self.counters.speculating_steps += any(allowed.values())
+        for n in allowed.values():
+            self.counters.chosen[n] += 1
+
+    def ran(self, result: StepResult, seconds: float) -> None:
+        """A step's result, and how long it took: from the end of the one before, or from its own launch."""
+        flight = self._flights.pop(result.seq, None)
+        if flight is None:
+            return
+        allowed = flight.allowed
+        rows = [(row.slot, allowed[row.slot], row.verified, len(row.new)) for row in result.rows if row.slot in allowed]
+        emitted = sum(row[3] for row in rows)
+        if rows:
+            slots, may, verified, new = np.asarray(rows).T
+            self.acceptance.note(slots, may, verified, np.maximum(new - 1, 0))
+        work = flight.work
+        if self.exact:
+            work = work._replace(tokens=sum(row.fed for row in result.rows))
+        counters = self.counters
+        counters.timed_steps += 1
+        counters.predicted_seconds += self.cost.observe(work, seconds)
+        counters.measured_seconds += seconds
+        if rows:
+            plain = flight.choice.plain_seconds + max(0.0, emitted / len(rows) - 1) * flight.choice.round_seconds
+            counters.plain_seconds += plain
+            counters.regret_seconds += max(0.0, seconds - plain)
+
+
+def _ranked(gains: np.ndarray) -> np.ndarray:
+    """Flat places of [R, K] gains, best first. Of equal ones the earlier draft of a row comes first."""
+    return np.argsort((np.arange(gains.shape[1]) * 1e-9 - gains).ravel())
+
+
+def _cumulated(gains: np.ndarray, costs: np.ndarray, ranked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of the n best drafts, n = 0 .. R * K: their gain and the tokens they add to a step, [R * K + 1] each."""
+    gain, tokens = np.zeros(len(ranked) + 1), np.zeros(len(ranked) + 1)
+    np.cumsum(gains.ravel()[ranked], out=gain[1:])
+    np.cumsum(costs.ravel()[ranked], out=tokens[1:])
+    return gain, np.rint(tokens).astype(np.int64)

@@ -1,0 +1,122 @@
+"""A model of a GPU that serves one model, to play a speculation policy on: true step times, true acceptances.
+
+Figures of one H200 and an 8B model in bfloat16 (docs/benchmarks.md): weights once a step, KV per cell, matrix products
+per token, and what lies between kernels. Sizes are padded to buckets, as CUDA graphs are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from stretto.host.cost import CostModel, StepWork
+from stretto.host.elastic import Demand, Elastic
+from stretto.wire import RowResult, StepResult
+
+WIDTH = 7
+MOST_TOKENS = 8192
+BYTES, CELL, RATE = 16.0e9, 131072, 4.2e12  # weights, KV of a token, bytes a second
+FLOPS, PRODUCTS = 2 * 8.0e9, 6.6e14  # of a token, a second
+LAUNCHES = 0.35e-3
+CHUNK = 2048
+
+
+def padded(tokens: int) -> int:
+    """Buckets of at most a quarter of padding."""
+    for size in (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128):
+        if tokens <= size:
+            return size
+    step = 32 if tokens <= 512 else 128
+    return -(-tokens // step) * step
+
+
+def true_seconds(work: StepWork) -> float:
+    n = padded(work.tokens)
+    products = max(BYTES / RATE, FLOPS * n / PRODUCTS) + 0.1 * min(BYTES / RATE, FLOPS * n / PRODUCTS)
+    attention = work.context * CELL / RATE + 4 * 32 * 4096 * work.pairs / 4.5e14
+    proposals = (0.05e-3 + 2e-7 * work.rows * work.draft_width) if work.draft_width else 0.0
+    return LAUNCHES + products + attention + proposals + 1e-6 * work.rows
+
+
+def profile() -> list[tuple[StepWork, float]]:
+    """What a start-up would measure."""
+    works = [StepWork(r, r * (1 + k), r * c) for r in (1, 4, 16, 64, 256) for k in (0, 1, 3, 7) for c in (64, 2048)
+             if r * c <= 600_000]
+    works += [StepWork(r, r, r * 64, draft_width=WIDTH) for r in (1, 16, 256)]
+    works += [StepWork(1, n, n, n * c) for n in (512, 2048, 8192) for c in (0, 4096)]
+    return [(work, true_seconds(work)) for work in works]
+
+
+Acceptances = Callable[[int, int], float]
+"""(row, step) -> chance that a draft is accepted."""
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str
+    rows: int
+    context: int
+    acceptance: Acceptances
+    prompts: float = 0.0  # prompt tokens that come with each generated token: of the requests that replace those that end
+    offers: float = 1.0  # chance that the drafter finds anything for a row
+
+
+class Fixed:
+    """The same number of drafts, always."""
+
+    def __init__(self, width: int):
+        self.width = width
+
+    def choose(self, demand: Demand) -> tuple[list[int], int]:
+        return [self.width] * len(demand.slots), self.width
+
+
+class ByTokens:
+    """A rule that knows how many tokens a step holds and nothing of contexts: speculates while there are few rows."""
+
+    def choose(self, demand: Demand) -> tuple[list[int], int]:
+        rows = len(demand.slots)
+        width = next((k for most, k in ((8, 7), (32, 5), (64, 3), (128, 1)) if rows <= most), 0)
+        return [width] * rows, width
+
+
+def elastic(exact: bool = False, goal: float | None = None) -> Elastic:
+    cost = CostModel(profile(), MOST_TOKENS, None if exact else padded)
+    return Elastic(cost, 257, (0, WIDTH), exact, goal)
+
+
+def play(point: Point, policy, steps: int, seed: int = 0, skip: int = 0, noise: float = 0.03) -> float:
+    """Generated tokens a second, prompts being fed in between as they come."""
+    rng = np.random.default_rng(seed)
+    slots = np.arange(1, point.rows + 1)
+    drafted, tokens, seconds, owed = 0, 0, 0.0, 0.0
+    for step in range(steps):
+        chunk = int(min(owed, CHUNK)) if owed >= CHUNK / 4 else 0
+        demand = Demand(slots, np.full(point.rows, WIDTH), np.zeros(point.rows, bool), point.rows * point.context, chunk,
+                        chunk)
+        if isinstance(policy, Elastic):
+            choice = policy.choose(demand)
+            drafts, width, chunk = choice.drafts, choice.draft_width, choice.chunk_tokens
+        else:
+            drafts, width = policy.choose(demand)
+        verified = np.where(rng.random(point.rows) < point.offers, np.minimum(drafts, drafted), 0)
+        chances = np.asarray([point.acceptance(row, step) for row in range(point.rows)])
+        right = np.cumprod(rng.random((point.rows, WIDTH)) < chances[:, None], axis=1)
+        emitted = 1 + np.where(np.arange(WIDTH) < verified[:, None], right, 0).sum(1)
+        exact = isinstance(policy, Elastic) and policy.exact
+        planned = point.rows + (int(verified.sum()) if exact else sum(drafts)) + chunk
+        work = StepWork(point.rows, planned, demand.context + chunk, chunk * chunk, width)
+        took = true_seconds(work) * float(np.exp(noise * rng.standard_normal()))
+        if isinstance(policy, Elastic):
+            policy.launched(step, choice, {slot: 1 + k for slot, k in zip(slots.tolist(), drafts)}, planned, width)
+            rows = [RowResult(slot, 1, 1 + k, n, 0, 0, False, [0] * out, []) for slot, k, n, out
+                    in zip(slots.tolist(), drafts, verified.tolist(), emitted.tolist())]
+            policy.ran(StepResult(step, rows), took)
+        drafted = width
+        owed += point.prompts * int(emitted.sum()) - chunk
+        if step >= skip:
+            tokens += int(emitted.sum())
+            seconds += took
+    unpaid = true_seconds(StepWork(1, CHUNK, CHUNK, CHUNK * CHUNK)) * max(owed, 0.0) / CHUNK  # of prompts still to be fed
+    return tokens / (seconds + unpaid)

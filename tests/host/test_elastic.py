@@ -1,0 +1,237 @@
+"""Elastic speculation: the cost model, the acceptance model, the choice of each step, and a simulated GPU to play on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.host.acceptance import Acceptance
+from stretto.host.cost import CostModel, StepClock, StepWork, non_negative_least_squares
+from stretto.host.elastic import LEAST_CHUNK, Demand, Elastic
+from stretto.wire import RowResult, StepResult
+from tests.host.elastic_world import (
+    CHUNK,
+    MOST_TOKENS,
+    WIDTH,
+    ByTokens,
+    Fixed,
+    Point,
+    elastic,
+    padded,
+    play,
+    profile,
+    true_seconds,
+)
+
+
+def always(rate: float):
+    return lambda row, step: rate
+
+
+def mixed(row: int, step: int) -> float:
+    return (0.3, 0.6, 0.85)[row % 3]
+
+
+def drifting(row: int, step: int) -> float:
+    return 0.3 if step // 300 % 2 == 0 else 0.85
+
+
+POINTS = [Point(f"{rows} rows, context {context}, {name}{', prompts' if prompts else ''}", rows, context, rate, prompts)
+          for rows, context, name, rate, prompts in [
+              (1, 300, "0.3", always(0.3), 0), (1, 1000, "0.85", always(0.85), 4), (1, 8000, "0.6", always(0.6), 0),
+              (8, 300, "mixed", mixed, 0), (8, 1000, "0.3", always(0.3), 4), (8, 8000, "0.85", always(0.85), 0),
+              (32, 300, "0.6", always(0.6), 0), (32, 1000, "0.85", always(0.85), 0), (32, 8000, "0.3", always(0.3), 4),
+              (32, 1000, "drifting", drifting, 0), (64, 300, "0.3", always(0.3), 0), (64, 300, "0.85", always(0.85), 4),
+              (64, 1000, "0.6", always(0.6), 0), (64, 1000, "mixed", mixed, 4), (64, 8000, "0.85", always(0.85), 0),
+              (64, 8000, "drifting", drifting, 4), (128, 300, "0.3", always(0.3), 4), (128, 300, "0.6", always(0.6), 0),
+              (128, 1000, "mixed", mixed, 0), (128, 1000, "drifting", drifting, 0), (256, 300, "0.3", always(0.3), 0),
+              (256, 300, "0.85", always(0.85), 0), (256, 1000, "0.6", always(0.6), 4), (256, 1000, "mixed", mixed, 0)]]
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
+def test_never_far_below_the_best_fixed_width(point: Point):
+    steps = 900 if point.acceptance is drifting else 300
+    best = max(play(point, Fixed(width), steps) for width in (0, 1, 3, 5, 7))
+    assert play(point, elastic(), steps) >= 0.98 * best
+
+
+@pytest.mark.parametrize("rows, rate", [(64, 0.3), (64, 0.6), (128, 0.85), (256, 0.6), (256, 0.85)])
+def test_better_than_a_rule_that_knows_only_how_many_tokens_a_step_has(rows: int, rate: float):
+    point = Point("", rows, 1000, always(rate))
+    assert play(point, elastic(), 300) >= 1.05 * play(point, ByTokens(), 300)
+
+
+def test_rows_that_accept_get_the_drafts():
+    policy = elastic()
+    gained = play(Point("", 64, 300, mixed), policy, 300)
+    assert gained >= 1.1 * max(play(Point("", 64, 300, mixed), Fixed(width), 300) for width in (0, 1, 3, 5, 7))
+    usual = policy.acceptance.survival(np.arange(1, 65))[:, 0].reshape(-1)
+    assert usual[2::3].mean() > usual[1::3].mean() > usual[0::3].mean()
+
+
+def test_a_drafter_that_finds_nothing_costs_nothing_to_speak_of():
+    for exact in (False, True):
+        point = Point("", 64, 1000, always(0.9), offers=0.0)
+        assert play(point, elastic(exact), 400) >= 0.98 * play(point, Fixed(0), 400)
+
+
+def test_saturation_turns_proposals_off_and_relief_turns_them_on():
+    policy = elastic()
+    play(Point("", 256, 300, always(0.3)), policy, 200)
+    probes, speculating = policy.counters.probes, policy.counters.speculating_steps
+    play(Point("", 256, 300, always(0.3)), policy, 200)
+    assert policy.counters.speculating_steps - speculating == policy.counters.probes - probes <= 20
+    play(Point("", 4, 300, always(0.3)), policy, 100)
+    assert sum(policy.counters.chosen[1:]) > 100
+
+
+def test_it_does_not_oscillate():
+    """Where two widths are about as good, the choice changes seldom."""
+    policy, widths = elastic(), []
+    choose = policy.choose
+    policy.choose = lambda demand: widths.append((choice := choose(demand)).draft_width) or choice  # type: ignore[method-assign]
+    play(Point("", 128, 1000, always(0.33)), policy, 600)
+    assert sum(a != b for a, b in zip(widths[50:], widths[51:])) <= 2 * policy.counters.probes + 4
+
+
+# ---------------------------------------------------------------------------------------------------- each choice
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_choice_keeps_every_bound(data: st.DataObject):
+    rows = data.draw(st.integers(0, 40))
+    policy = elastic(data.draw(st.booleans()), data.draw(st.none() | st.floats(0.001, 0.1)))
+    for seq in range(4):
+        widths = np.asarray(data.draw(st.lists(st.integers(0, WIDTH), min_size=rows, max_size=rows)), dtype=np.int64)
+        fixed = np.asarray(data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows)), dtype=bool)
+        owed = data.draw(st.integers(0, CHUNK))
+        choice = policy.choose(Demand(np.arange(1, rows + 1), widths, fixed, rows * 100, owed, owed))
+        assert len(choice.drafts) == rows and all(0 <= k <= w for k, w in zip(choice.drafts, widths))
+        assert all(k == w for k, w, f in zip(choice.drafts, widths, fixed) if f)
+        assert min(owed, LEAST_CHUNK) <= choice.chunk_tokens <= owed
+        assert choice.draft_width in policy.widths and choice.draft_width >= max(widths[fixed], default=0)
+        assert all(k <= choice.verifiable for k, f in zip(choice.drafts, fixed) if not f)
+        tokens = rows + sum(choice.drafts) + choice.chunk_tokens
+        policy.launched(seq, choice, {i + 1: 1 + k for i, k in enumerate(choice.drafts)}, tokens, choice.draft_width)
+
+
+def test_a_latency_goal_bounds_the_step():
+    goal = 0.012
+    policy = elastic(goal=goal)
+    demand = Demand(np.arange(1, 65), np.full(64, WIDTH), np.zeros(64, bool), 64_000, CHUNK, CHUNK)
+    unbounded = elastic().choose(demand)
+    choice = policy.choose(demand)
+    assert LEAST_CHUNK < choice.chunk_tokens < unbounded.chunk_tokens == CHUNK
+    assert true_seconds(choice.work) <= 1.1 * goal
+
+
+def test_a_new_occupant_is_judged_afresh_and_one_that_returns_as_before():
+    policy = elastic()
+    policy.seated(1, "first")
+    note(policy.acceptance, 1, WIDTH, WIDTH, 0, times=20)
+    bad = policy.acceptance.survival(np.asarray([1]))[0, 0]
+    note(policy.acceptance, 2, WIDTH, WIDTH, WIDTH, times=200)  # everybody else accepts
+    policy.seated(1, "second")
+    assert policy.acceptance.survival(np.asarray([1]))[0, 0] > bad + 0.3
+    policy.seated(3, "first")
+    assert policy.acceptance.survival(np.asarray([3]))[0, 0] < bad + 0.3
+
+
+def test_proposals_of_the_host_can_be_verified_at_once():
+    cost = CostModel(profile(), MOST_TOKENS, padded)
+    policy = Elastic(cost, 9, (0, 4), exact=False, on_host=True)
+    demand = Demand(np.asarray([1]), np.asarray([4]), np.asarray([False]), 100)
+    assert policy.choose(demand).verifiable == 4
+    assert Elastic(cost, 9, (0, 4), exact=False).choose(demand).verifiable == 0
+
+
+@pytest.mark.parametrize("widths", [(0,), (1, 4), (0, 4, 2), (0, 4, 4)])
+def test_widths_that_do_not_rise_from_none_are_refused(widths: tuple[int, ...]):
+    with pytest.raises(ValueError, match="must rise from 0"):
+        Elastic(CostModel(profile(), MOST_TOKENS), 9, widths, exact=True)
+
+
+# ------------------------------------------------------------------------------------------------- acceptance, cost
+def note(acceptance: Acceptance, slot: int, allowed: int, verified: int, accepted: int, times: int = 1) -> None:
+    for _ in range(times):
+        acceptance.note(*(np.asarray([n]) for n in (slot, allowed, verified, accepted)))
+
+
+def test_acceptance_follows_what_was_verified():
+    acceptance = Acceptance(4, 3)
+    note(acceptance, 1, 3, 3, 1, times=100)  # the first is right, the second never
+    chances = acceptance.survival(np.asarray([1]))[0]
+    assert chances[0] > 0.9 and chances[1] < 0.15 and np.all(np.diff(chances) <= 0)
+    note(acceptance, 2, 3, 0, 0, times=20)  # nothing was offered
+    assert acceptance.survival(np.asarray([2]))[0, 0] < 0.05
+    assert acceptance.survival(np.asarray([1]))[0, 0] > 0.9
+
+
+def test_what_was_not_tried_for_long_is_believed_to_be_like_what_was():
+    acceptance = Acceptance(3, 4)
+    note(acceptance, 1, 4, 4, 0, times=50)
+    low = acceptance.usual()
+    note(acceptance, 2, 1, 1, 1, times=400)  # only first drafts are verified, and all are right
+    assert low[3] < acceptance.usual()[3] and acceptance.usual()[0] > 0.95
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_least_squares_finds_what_is_there(seed: int):
+    rng = np.random.default_rng(seed)
+    a = rng.random((40, 6))
+    wanted = np.where(rng.random(6) < 0.5, 0, rng.random(6))
+    assert np.allclose(non_negative_least_squares(a, a @ wanted, 20_000), wanted, atol=2e-3)
+
+
+def test_the_cost_model_predicts_what_it_did_not_see():
+    cost = CostModel(profile(), MOST_TOKENS, padded)
+    for rows, tokens, context in [(32, 32, 32_000), (32, 128, 32_000), (100, 300, 50_000), (200, 1600, 200_000)]:
+        work = StepWork(rows, tokens, context)
+        assert cost.seconds(work) == pytest.approx(true_seconds(work), rel=0.15)
+    curve = cost.curve(StepWork(1, 1, 0), np.arange(MOST_TOKENS + 1))
+    assert np.all(np.diff(curve) >= 0) and curve[129] == curve[150]  # one bucket
+
+
+def test_the_cost_model_learns_that_the_machine_is_slower_and_forgives_an_outlier():
+    cost = CostModel(profile(), MOST_TOKENS, padded)
+    work = StepWork(64, 64, 64_000)
+    before = cost.seconds(work)
+    cost.observe(work, 100 * before)
+    assert cost.seconds(work) < 1.1 * before
+    for _ in range(200):
+        cost.observe(work, 1.5 * before)
+    assert cost.seconds(work) == pytest.approx(1.5 * before, rel=0.1)
+
+
+def test_a_cost_model_needs_two_sizes():
+    with pytest.raises(ValueError, match="two different counts"):
+        CostModel([(StepWork(1, 1, 1), 0.1)], 8)
+
+
+def test_a_step_is_timed_from_the_end_of_the_one_before():
+    now = [0.0]
+    clock = StepClock(lambda: now[0])
+    clock.launched(0)
+    now[0] = 1.0
+    clock.launched(1)
+    now[0] = 3.0
+    assert clock.ended(0) == 3.0
+    now[0] = 5.0
+    assert clock.ended(1) == 2.0
+    now[0] = 9.0
+    clock.launched(2)  # the device was idle
+    now[0] = 10.0
+    assert clock.ended(2) == 1.0
+
+
+def test_results_of_rows_nobody_chose_are_left_out():
+    policy = elastic()
+    demand = Demand(np.asarray([1]), np.asarray([WIDTH]), np.asarray([False]), 100, 64, 64)
+    policy.launched(0, policy.choose(demand), {1: 1}, 65, WIDTH)
+    chunk = RowResult(2, 1, 64, 0, 64, 65, False, [5], [])
+    decode = RowResult(1, 1, 1, 0, 10, 11, False, [5], [])
+    policy.ran(StepResult(0, [chunk, decode]), 0.01)
+    policy.ran(StepResult(1, [decode]), 0.01)  # of a step that was never announced
+    assert policy.counters.timed_steps == 1 and policy.counters.measured_seconds == 0.01
