@@ -108,7 +108,7 @@ class Elastic:
         self.acceptance = Acceptance(n_slots, widths[-1])
         self.counters = ElasticCounters(chosen=[0] * (widths[-1] + 1))
         self._drafted = widths[-1] if on_host else 0  # width that the last plan proposes, which the next one may verify
-        self._favourite = widths[-1]
+        self.favourite = widths[-1]  # the width that pays best
         self._rated, self._rated_rows = (0.0, widths[-1]), 0  # the best rate and its width, for so many rows
         self._probe_in = PROBE_LEAST
         self._believed = 1.0  # acceptance of first drafts at the last probe
@@ -162,20 +162,20 @@ class Elastic:
         """The best rate of tokens that the decode rows reach alone, and the draft width it takes."""
         rows = len(demand.slots)
         if not rows:
-            return 0.0, self._favourite
+            return 0.0, self.favourite
         best, at, present = 0.0, 0, 0.0
         for width in self.widths:
             inside = gains[:, :width]
             gain, tokens = _cumulated(inside, costs[:, :width], _ranked(inside))
             seconds = self.cost.curve(self._work(demand, rows, width, 0), rows + tokens)
             rate = float(((rows + gain) / self._bounded(seconds)).max())
-            if width == self._favourite:
+            if width == self.favourite:
                 present = rate
             if rate > best:
                 best, at = rate, width
         if best < STAY * present:
-            best, at = present, self._favourite
-        self._favourite = at
+            best, at = present, self.favourite
+        self.favourite = at
         return best, at
 
     def _bounded(self, seconds: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from stretto.host.elastic import Elastic
 from stretto.host.rates import Rates
 from stretto.params import ProcessorUse
 

@@ -141,6 +141,7 @@ class Planner:
             wanted = [self._ledger.available(g) + n for g, n in enumerate(lacking)]
             self._refused = Refusal(turn, self._slots.ended, wanted)
             return False
+        assert turn.lease is not None
         if not self._ledger.fetch(turn.lease):
             self._give_up(turn)
             self._adopt(turn, restore=False)
@@ -196,8 +197,8 @@ class Planner:
             else:
                 fills = []
         fills.sort(key=lambda fill: fill[0].job.rank)
-        owed, widths = self._wishes(fills, decoding)
-        chunk_caps, tail_caps = self._caps(owed, widths)
+        prompts, widths = self._wishes(fills, decoding)
+        chunk_caps, tail_caps = self._caps(prompts, widths)
         if sum(tail_caps) < len(widths) + sum(widths):  # the budget was short for some
             self._rotate(decoding, tail_caps)
         return ([(turn, cap) for (turn, _), cap in zip(fills, chunk_caps) if cap],

@@ -93,8 +93,8 @@ def play(point: Point, policy, steps: int, seed: int = 0, skip: int = 0, noise: 
     drafted, tokens, seconds, owed = 0, 0, 0.0, 0.0
     for step in range(steps):
         chunk = int(min(owed, CHUNK)) if owed >= CHUNK / 4 else 0
-        demand = Demand(slots, np.full(point.rows, WIDTH), np.zeros(point.rows, bool), point.rows * point.context, chunk,
-                        chunk)
+        demand = Demand(slots, np.full(point.rows, WIDTH), np.zeros(point.rows, bool), point.rows * point.context,
+                        chunk, chunk)
         if isinstance(policy, Elastic):
             choice = policy.choose(demand)
             drafts, width, chunk = choice.drafts, choice.draft_width, choice.chunk_tokens
@@ -118,5 +118,5 @@ def play(point: Point, policy, steps: int, seed: int = 0, skip: int = 0, noise: 
         if step >= skip:
             tokens += int(emitted.sum())
             seconds += took
-    unpaid = true_seconds(StepWork(1, CHUNK, CHUNK, CHUNK * CHUNK)) * max(owed, 0.0) / CHUNK  # of prompts still to be fed
-    return tokens / (seconds + unpaid)
+    chunk_seconds = true_seconds(StepWork(1, CHUNK, CHUNK, CHUNK * CHUNK))
+    return tokens / (seconds + chunk_seconds * max(owed, 0.0) / CHUNK)  # prompts that are still owed will cost, too
