@@ -11,6 +11,12 @@ The device owns the exact length; a result moves `lo` to it. Every page of every
 held by one lease, or shared in the prefix tree. The sum is checked in O(1) after every step (`check`), and page by page
 by `audit`.
 
+With a host tier (host/tier.py) a page that the tree evicts is copied to host memory first, and comes back when its
+prefix is adopted again. Such pages are fenced until their copy is done:
+
+    evicted -> SAVE in plan N -> free; whoever takes it makes his plan wait for N (Ops.fence)
+    adopted -> RESTORE in plan N -> in the tree at once; a lease that reads it has `arrived` when N's copies are done
+
 Groups are `full` (window None) or `window(W)`. A `state` group (recurrent layers) would hold a snapshot per lease
 instead of pages: it belongs beside `pages` in Lease, taken in `reserve` and returned in `drop`.
 """
@@ -18,7 +24,7 @@ instead of pages: it belongs beside `pages` in Lease, taken in `reserve` and ret
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,7 +32,8 @@ from stretto.host.faults import HostFault, need
 from stretto.host.limits import HostLimits
 from stretto.host.ops import Mapping, Ops
 from stretto.host.prefix import Node, PrefixTree
-from stretto.wire import NULL_PAGE, Seam
+from stretto.host.tier import HostTier
+from stretto.wire import NULL_PAGE, Moved, Seam
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +52,8 @@ class Lease:
     draft_lo: int  # lo; or lo + 1 where cell lo is fed again and its draft cell stands
     flight: deque[tuple[int, int]] = field(default_factory=deque)  # (seq, q_cap) of steps without a result yet
     flying: int = 0  # sum of the caps in flight
+    away: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of pages that only the host has: `fetch`
+    arrives: int = -1  # its pages may be read once the copies of this plan are done
 
     @property
     def hi(self) -> int:
@@ -76,6 +85,18 @@ class Ledger:
         self.fenced: list[Lease] = []  # set aside after a broken check
         self.tree = PrefixTree(self.windows, self.page_size)
         self.hit_tokens = 0
+        page_bytes = limits.page_bytes or (1,) * len(self.windows)
+        self._token_bytes = sum(page_bytes) / self.page_size
+        self._page_bytes = page_bytes
+        self.tier: HostTier | None = None
+        if limits.host_pages:
+            self.tier = HostTier(limits.host_pages, self.windows, self.page_size, page_bytes, limits.rates,
+                                 limits.chunk, ops, self.tree.settle)
+            self.tree.tier = self.tier
+        self._ahead = [min(-(-limits.budget // self.page_size), n // 8) for n in self.n_pages]
+        self._fenced: dict[tuple[int, int], int] = {}  # (group, page) -> the plan whose copies touch it
+        self._copying: deque[tuple[int, tuple[int, int]]] = deque()  # the same, in order
+        self._copied = -1  # the copies of plans up to this one are done
 
     # ------------------------------------------------------------------------------------------------------ pages
     def available(self, group: int) -> int:
@@ -87,31 +108,63 @@ class Ledger:
         n = -(-upto // self.page_size)
         out = []
         for g, window in enumerate(self.windows):
-            lacking = max(0, n - len(lease.pages[g]))
+            lacking = max(0, n - len(lease.pages[g])) + sum(group == g for group, _ in lease.away)
             if window is not None:
                 lacking = min(lacking, max(0, self._window_pages[g] - len(lease.pages[g]) + lease.first[g]))
             out.append(lacking)
         return out
 
     def _take(self, group: int, n: int) -> list[int] | None:
-        free = self.free[group]
-        while len(free) < n:
-            evicted = self.tree.evict(group)
-            if not evicted:
-                return None
-            for g, page in evicted:
-                self._to_free(g, page)
-        pages = [free.popleft() for _ in range(n)]
+        """Pages for cells that the next plan may write: it waits for what is being copied from or to them. Those that
+        have been free longest, so that there is seldom something to wait for."""
+        if not self._free_up(group, n):
+            return None
+        pages = [self.free[group].popleft() for _ in range(n)]
         for page in pages:
+            if self._fenced:
+                self._ops.fence(self._fence_of(group, page))
             self._is_free[group][page] = 0
         self.leased[group] += n
         return pages
+
+    def _free_up(self, group: int, n: int) -> bool:
+        while len(self.free[group]) < n:
+            if not self._evict(group):
+                return False
+        return True
+
+    def _evict(self, group: int) -> bool:
+        """The least valuable page of a group, and what goes with it, leaves the device. False where all are pinned."""
+        found = self.tree.evict(group)
+        if found is None:
+            return False
+        node, pages = found
+        if self.tier is not None:
+            self.tree.hold(node)
+            for key in self.tier.save(node, pages):
+                self._fence(*key)
+            self.tree.let_go(node)
+        else:
+            self.tree.settle(node)
+        for g, page in pages:
+            self._to_free(g, page)
+        return True
+
+    def _fence(self, group: int, page: int) -> None:
+        """The next plan copies from or to this page."""
+        self._fenced[group, page] = self._ops.next_seq
+        self._copying.append((self._ops.next_seq, (group, page)))
+
+    def _fence_of(self, group: int, page: int) -> int:
+        """The plan whose copies of this page are not yet known to be done; -1: there is none."""
+        return self._fenced.get((group, page), -1)
 
     def _to_free(self, group: int, page: int) -> None:
         need(not self._is_free[group][page], f"page {page} of group {group} is freed twice")
         self._is_free[group][page] = 1
         self.free[group].append(page)
         if self._poison:
+            self._ops.fence(self._fence_of(group, page))
             self._ops.poison(group, page)
 
     def _give(self, group: int, page: int) -> None:
@@ -134,22 +187,43 @@ class Ledger:
         return max(0, query - max(window, 2) + 1) // self.page_size  # 2: the seam of a page edge stays in reach
 
     # ------------------------------------------------------------------------------------------------------ verbs
-    def adopt(self, tokens: Sequence[int], most: int, top: int, salt: str = "") -> Lease:
+    def adopt(self, tokens: Sequence[int], most: int, top: int, salt: str = "", home: Node | None = None,
+              restore: bool = True) -> Lease:
         """A lease on the longest shared prefix of `most` tokens at most, whole pages, references taken.
 
-        In window groups the pages that a query at the hit's end reads must still be held."""
-        root = self.tree.root(salt) if self.prefix_cache else self.tree.private_root()
-        path = self.tree.match(root, tokens, most) if self.prefix_cache else []
-        while path and not self._window_held(path):
-            path.pop()
-        lo = len(path) * self.page_size
+        In window groups the pages that a query at the hit's end reads must still be held. Pages that only the host has
+        are `away` until `fetch`; they are asked for, unless `restore` is false, where that is faster than computing
+        their tokens. `home`: where the sequence's own pages are (see `give_up`), of ledgers that share none."""
+        root = home or (self.tree.root(salt) if self.prefix_cache else self.tree.private_root())
+        path = self.tree.match(root, tokens, most) if self.prefix_cache or home is not None else []
+        here = self._longest(path, lambda node, g: node.pages[g] != NULL_PAGE)
+        if restore and self.tier is not None and len(here) < len(path):
+            there = self._longest(path, lambda node, g: node.pages[g] != NULL_PAGE or node.saved[g] != NULL_PAGE)
+            if len(there) > len(here) and self._restoring_pays(there, (len(there) - len(here)) * self.page_size):
+                here = there
+        lo = len(here) * self.page_size
         self.hit_tokens += lo
-        return self._lease_on(root, path, lo, lo, top)
+        self.tree.found(here)
+        lease = self._lease_on(root, here, lo, lo, top)
+        if home is not None:
+            self.tree.unrefer(home)  # the lease refers to it now
+        return lease
 
-    def _window_held(self, path: list[Node]) -> bool:
+    def _longest(self, path: list[Node], has: Callable[[Node, int], bool]) -> list[Node]:
+        """The longest part of a path that a query at its end can read: `has` says which pages are there."""
+        full = [g for g in self._groups if self.windows[g] is None]
+        n = next((i for i, node in enumerate(path) if not all(has(node, g) for g in full)), len(path))
+        windows = [g for g in self._groups if self.windows[g] is not None]
+        while n and not all(has(node, g) for g in windows
+                            for node in path[self._window_start(g, n * self.page_size) : n]):
+            n -= 1
+        return path[:n]
+
+    def _restoring_pays(self, path: list[Node], tokens: int) -> bool:
+        assert self.tier is not None
         end = len(path) * self.page_size
-        return all(node.pages[g] != NULL_PAGE
-                   for g in self._groups for node in path[self._window_start(g, end):])
+        missing = [sum(node.pages[g] == NULL_PAGE for node in path[self._window_start(g, end) :]) for g in self._groups]
+        return self.tier.pays(missing, tokens)
 
     def _lease_on(self, root: Node, path: list[Node], lo: int, draft_lo: int, top: int) -> Lease:
         """References and pins on shared pages, from the window's start on in window groups."""
@@ -158,9 +232,84 @@ class Ledger:
             self.tree.refer(node)
         for g in self._groups:
             for node in path[first[g]:]:
-                self.tree.pin(node, g)
+                if node.pages[g] != NULL_PAGE:
+                    self.tree.pin(node, g)
         pages = [[NULL_PAGE] * first[g] + [n.pages[g] for n in path[first[g]:]] for g in self._groups]
-        return Lease(root, list(path), pages, first, lo, top, draft_lo)
+        lease = Lease(root, list(path), pages, first, lo, top, draft_lo)
+        lease.away = [(g, i) for g in self._groups for i in range(first[g], len(path)) if pages[g][i] == NULL_PAGE]
+        if self._fenced:
+            lease.arrives = max((self._fence_of(g, page) for g in self._groups for page in pages[g]), default=-1)
+        return lease
+
+    def fetch(self, lease: Lease) -> bool:
+        """Brings back what is away. False, with nothing taken, where pages are short: then `adopt` without `restore`.
+
+        What comes back is shared from the start; whoever reads it waits until it has `arrived`."""
+        tier, nodes = self.tier, {lease.nodes[i] for _, i in lease.away}
+        if tier is None or any(lease.nodes[i].saved[g] == NULL_PAGE for g, i in lease.away):  # forgotten meanwhile
+            return not lease.away
+        with tier.needs(nodes):
+            return self._fetch(lease)
+
+    def _fetch(self, lease: Lease) -> bool:
+        taken: list[list[int]] = []
+        for g in self._groups:
+            n = sum(group == g for group, _ in lease.away)
+            if not self._free_up(g, n):
+                for group, pages in enumerate(taken):
+                    self._return_unwritten(group, pages)
+                return False
+            # those freed last: copies are made in order, so nobody waits for those that touch these pages
+            taken.append([self.free[g].pop() for _ in range(n)])
+            for page in taken[g]:
+                self._is_free[g][page] = 0
+            self.leased[g] += n
+        for g, i in lease.away:
+            self._come_back(lease, g, i, taken[g].pop())
+        lease.away = []
+        return True
+
+    def _come_back(self, lease: Lease, group: int, index: int, page: int) -> None:
+        assert self.tier is not None
+        node = lease.nodes[index]
+        if node.pages[group] != NULL_PAGE:  # asked for by another lease meanwhile
+            self._return_unwritten(group, [page])
+            self.tree.pin(node, group)
+            page = node.pages[group]
+            lease.arrives = max(lease.arrives, self._fence_of(group, page))
+        else:
+            self.tree.put(node, group, page)
+            self.leased[group] -= 1
+            self.tier.restore(node, group, page)
+            self._fence(group, page)
+            lease.arrives = self._ops.next_seq
+        lease.pages[group][index] = page
+
+    def arrived(self, lease: Lease) -> bool:
+        """Whether all that it reads is on the device; else the plan of its first row must `wait_for` it."""
+        return lease.arrives <= self._copied
+
+    def wait_for(self, lease: Lease) -> None:
+        """The next plan begins once all that the lease reads has come."""
+        if not self.arrived(lease):
+            self._ops.fence(lease.arrives)
+
+    def moved(self, done: Moved) -> None:
+        """The copies of a plan are done."""
+        self._copied = max(self._copied, done.seq)
+        while self._copying and self._copying[0][0] <= done.seq:
+            seq, key = self._copying.popleft()
+            if self._fenced.get(key) == seq:
+                del self._fenced[key]
+        if self.tier is not None:
+            self.tier.moved(done)
+
+    def save_ahead(self) -> None:
+        """Evicts what the next steps will need, so that they find pages whose copies are done."""
+        if self.tier is not None:
+            for g in self._groups:
+                while len(self.free[g]) < self._ahead[g] and self._evict(g):
+                    pass
 
     def limit(self, lease: Lease, top: int) -> None:
         """The sequence's next turn: a new top for a lease without steps in flight."""
@@ -232,6 +381,7 @@ class Ledger:
             self.leased[group] -= 1
             return []
         self.tree.pin(node, group)
+        self._ops.fence(self._fence_of(group, theirs))
         lease.pages[group][index] = theirs
         self._give(group, mine)
         return [(group, index, theirs)]
@@ -317,6 +467,7 @@ class Ledger:
                 return False
             got += pages
         for g, page in enumerate(got):
+            self._ops.fence(self._fence_of(g, parent.pages[g][index]))
             self._ops.copy(g, parent.pages[g][index], page)
             child.pages[g].append(page)
         return True
@@ -335,11 +486,16 @@ class Ledger:
             reach = 0
         lease.lo = lease.draft_lo = reach
         keep = -(-reach // self.page_size)
+        self._supersede(lease, -(-n // self.page_size))
         self._cut(lease, keep)
-        for node in lease.nodes[keep:]:
+        for node in reversed(lease.nodes[keep:]):
             self.tree.unrefer(node)
         del lease.nodes[keep:]
         return reach
+
+    def _supersede(self, lease: Lease, keep: int) -> None:
+        for node in lease.nodes[keep:]:
+            self.tree.supersede(node)
 
     def shrink(self, lease: Lease) -> None:
         """Gives back the pages above lo of a lease without steps in flight."""
@@ -355,17 +511,51 @@ class Ledger:
             del lease.pages[g][keep:]
             lease.first[g] = min(lease.first[g], keep)
 
-    def drop(self, lease: Lease) -> None:
-        """Everything goes back. Steps in flight may still write the pages: stream order puts them before any reuse."""
+    def drop(self, lease: Lease, useful: int | None = None) -> None:
+        """Everything goes back. Steps in flight may still write the pages: stream order puts them before any reuse.
+        `useful`: tokens that somebody may continue; what follows them is the first to be evicted."""
         lease.flight.clear()
         lease.flying = 0
+        if useful is not None:
+            self._supersede(lease, -(-useful // self.page_size))
         self._cut(lease, 0)
         for node in reversed(lease.nodes):
             self.tree.unrefer(node)
         lease.nodes.clear()
-        self.tree.unrefer(lease.root)
-        if not self.prefix_cache:
-            self.flush()
+        self._leave(lease.root)
+
+    def give_up(self, lease: Lease, tokens: Sequence[int], useful: int | None = None) -> Node | None:
+        """As `publish` and `drop`, of a sequence that will go on: full pages stay findable as long as there is room.
+        Returns the `home` that it must adopt from, or `forget`; None where the shared tree is that."""
+        if self.prefix_cache or self.tier is None:
+            self.publish(lease, tokens)
+            self.drop(lease, useful)
+            return None
+        home = self.join(lease.root)
+        self._share(lease, tokens)
+        self.drop(lease, useful)
+        return home
+
+    def join(self, home: Node) -> Node:
+        """One more sequence finds its pages there."""
+        self.tree.refer(home)
+        return home
+
+    def forget(self, home: Node) -> None:
+        """A sequence that gave its pages up has ended."""
+        self._leave(home)
+
+    def _leave(self, root: Node) -> None:
+        """One lease or sequence fewer on this root. Where nothing is shared, pages that nobody can find again go."""
+        self.tree.unrefer(root)
+        if self.prefix_cache or root.refs:
+            return
+        for node in reversed(self.tree.below(root)):
+            for g, page in self.tree.take_pages(node):
+                self._to_free(g, page)
+            if self.tier is not None:
+                self.tier.forget(node)
+            self.tree.settle(node)
 
     def fence(self, lease: Lease) -> None:
         """A lease whose books are broken is set aside for ever: its pages are lost rather than used twice."""
@@ -374,13 +564,25 @@ class Ledger:
         self.fenced.append(lease)
 
     def flush(self) -> int:
-        """Frees every shared page that no lease refers to; returns how many pages."""
+        """Frees every shared page that no lease refers to, and every copy; returns how many pages of the device."""
         n = 0
-        while freed := self.tree.evict_leaf():
+        while (found := self.tree.evict_leaf()) is not None:
+            node, freed = found
             n += len(freed)
             for g, page in freed:
                 self._to_free(g, page)
+            self.tree.settle(node)
+        if self.tier is not None:
+            self.tier.clear(self.tree.nodes())
         return n
+
+    def worth(self, lease: Lease) -> float:
+        """Tokens that would be lost with a lease for the memory that it alone holds; 1: as many as fit there."""
+        alone = 0
+        for g in self._groups:
+            shared = sum(node.pins[g] > 1 for node in lease.nodes[lease.first[g] :])
+            alone += (len(lease.pages[g]) - lease.first[g] - shared) * self._page_bytes[g]
+        return lease.lo * self._token_bytes / max(alone, self._token_bytes)
 
     # ------------------------------------------------------------------------------------------------------ checks
     def check(self) -> None:
@@ -390,12 +592,16 @@ class Ledger:
             if total != n:
                 raise HostFault(f"group {g}: {len(self.free[g])} free + {self.leased[g]} leased +"
                                 f" {self.tree.held[g]} shared pages are not {n}")
+        if self.tier is not None:
+            self.tier.check()
 
     def audit(self, leases: Iterable[Lease]) -> None:
         """Every page in exactly one place, every reference and pin counted. O(pages)."""
         self.check()
         leases, nodes = [*leases, *self.fenced], self.tree.nodes()
         self.tree.audit(nodes)
+        if self.tier is not None:
+            self.tier.audit(nodes)
         for g in self._groups:
             held = [n.pages[g] for n in nodes if n.pages[g] != NULL_PAGE]
             for lease in leases:

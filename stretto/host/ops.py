@@ -8,6 +8,9 @@ any order. Between two plans one slot may be mapped, released, seated, and relea
     later seat   (in place) replaces a pending seat's columns only if there is none: two in one plan are a fault
     map          the last one for (slot, group, index) counts
     page ops     keep their order among themselves: a page freed, taken again and copied into reads POISON, COPY
+
+Page operations of a plan that saves or restores run beside its step (wire.StepPlan). `fence` says up to which plan they
+must be done before the step begins; copies and poison among them are always waited for.
 """
 
 from __future__ import annotations
@@ -19,9 +22,14 @@ Mapping = tuple[int, int, int]  # (group, index, page)
 
 
 class Ops:
-    """The pending operations; `take` moves them into a plan."""
+    """The pending operations; `take` moves them into the plan `next_seq`."""
 
     def __init__(self) -> None:
+        self.next_seq = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._fence = -1
         self._releases: dict[int, None] = {}
         self._seats: dict[int, Seat] = {}
         self._maps: dict[int, dict[tuple[int, int], int]] = {}
@@ -51,6 +59,16 @@ class Ops:
     def copy(self, group: int, source: int, target: int) -> None:
         self._page_ops.append((PageOp.COPY, group, source, target))
 
+    def save(self, group: int, page: int, host_page: int) -> None:
+        self._page_ops.append((PageOp.SAVE, group, page, host_page))
+
+    def restore(self, group: int, host_page: int, page: int) -> None:
+        self._page_ops.append((PageOp.RESTORE, group, host_page, page))
+
+    def fence(self, seq: int) -> None:
+        """The next step begins once the page operations of plan `seq`, and of those before it, are done."""
+        self._fence = max(self._fence, seq)
+
     def poison(self, group: int, page: int) -> None:
         self._page_ops.append((PageOp.POISON, group, 0, page))
 
@@ -60,7 +78,11 @@ class Ops:
     def take(self, seq: int, draft_width: int, rows: list[tuple[int, int, int]]) -> StepPlan:
         maps = [(slot, group, index, page) for slot, pages in self._maps.items()
                 for (group, index), page in pages.items()]
+        kinds = {op[0] for op in self._page_ops}
+        if kinds & {PageOp.SAVE, PageOp.RESTORE} and kinds & {PageOp.COPY, PageOp.POISON}:
+            self.fence(seq)
         plan = StepPlan(seq, draft_width, list(self._releases), list(self._seats.values()), maps, self._page_ops,
-                        list(self._drafts.values()), rows)
-        self.__init__()  # type: ignore[misc]
+                        list(self._drafts.values()), rows, fence=self._fence)
+        self._clear()
+        self.next_seq = seq + 1
         return plan

@@ -3,8 +3,17 @@
 Called by the ledger only. A lease refers to every node of its path (`refs`), and pins the page of each group that it
 still reads (`pins`): a window page that a lease has slid past is free to go while the full page stays.
 
-Order of eviction: least recently used first, in O(log n) by heaps with stale entries. A page of a full group goes with
-its whole node, leaves first; a window page goes alone and leaves a gap, which a later sequence may fill again.
+A node may also have copies of its pages in host memory (`saved`, written by host/tier.py alone), which stay when its
+pages on the device go:
+
+    root ---- A ---- B ---- C ---- D        A, B: on the device (and perhaps saved)        evicted: B, then A
+                  device |  host            C, D: saved only; found by `match` all the same
+
+Order of eviction: least valuable first, in O(log n) by heaps with stale entries. A page of a full group goes with its
+whole node, leaves first; a window page goes alone and leaves a gap, which a later sequence may fill again. The value of
+a node is that of Cherkasova's Greedy-Dual-Size-Frequency (1998) for pages of one size: how often it was found, plus the
+value of what was evicted last, so that what is never found again grows old; at equal value the least recently used
+goes. States that nobody will continue (a rewound turn, a replaced history) go before all others.
 """
 
 from __future__ import annotations
@@ -12,15 +21,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import TYPE_CHECKING
 
 from stretto.host.faults import need
 from stretto.wire import NULL_PAGE
+
+if TYPE_CHECKING:
+    from stretto.host.tier import HostTier
+
+Rank = tuple[float, int]  # (value, clock): the smallest goes first
+MOST_HITS = 7  # that count: what was found more often is as old after as many turnovers
+NEVER_AGAIN = -1  # in place of `hits`: superseded
+Evicted = list[tuple[int, int]]  # (group, page)
 
 
 class Node:
     """One page of tokens below its parent. The key of a root is its salt; a root's parent is None."""
 
-    __slots__ = ("children", "depth", "key", "pages", "parent", "pins", "refs", "serial", "stamps", "used")
+    __slots__ = ("children", "depth", "hits", "key", "kids", "pages", "parent", "pins", "refs", "saved", "saved_kids",
+                 "serial", "stamps", "used")
 
     def __init__(self, key: object, parent: Node | None, n_groups: int, serial: int):
         self.key, self.parent, self.serial = key, parent, serial
@@ -29,11 +48,15 @@ class Node:
         self.pages = [NULL_PAGE] * n_groups
         self.pins = [0] * n_groups  # leases that hold the page of each group
         self.refs = 0  # leases whose path leads through this node
-        self.used = 0  # clock when the last reference went
-        self.stamps = [0] * n_groups  # clock when the last pin of each group went
+        self.kids = 0  # children with a page on the device
+        self.hits = 0  # how often it was found
+        self.used: Rank = (0.0, 0)  # when the last reference went
+        self.stamps: list[Rank] = [(0.0, 0)] * n_groups  # when the last pin of each group went
+        self.saved = [NULL_PAGE] * n_groups  # host pages that hold the same
+        self.saved_kids = 0  # children with a host page
 
 
-Entry = tuple[int, int, int, Node]  # (clock, depth, serial, node)
+Entry = tuple[Rank, int, Node]  # (rank, serial, node)
 
 
 class PrefixTree:
@@ -46,6 +69,8 @@ class PrefixTree:
         self.loose = [0] * n
         self._roots: dict[object, Node] = {}  # by salt, private ones by their serial number
         self._clock, self._serials = 0, count()
+        self._floor = 0.0  # the value of what was evicted last
+        self.tier: HostTier | None = None
         self._leaves: list[Entry] = []
         self._window_pages: list[list[Entry]] = [[] for _ in range(n)]
 
@@ -89,6 +114,8 @@ class PrefixTree:
     def put(self, node: Node, group: int, page: int) -> None:
         """A page becomes shared, pinned by the lease that brings it."""
         need(node.pages[group] == NULL_PAGE, "a node has a page of this group already")
+        if node.parent is not None and not any(node.pages):
+            node.parent.kids += 1
         node.pages[group] = page
         node.pins[group] = 1
         self.held[group] += 1
@@ -105,10 +132,9 @@ class PrefixTree:
         if node.pins[group]:
             return
         self.loose[group] += 1
-        self._clock += 1
-        node.stamps[group] = self._clock
+        node.stamps[group] = self._rank(node)
         if self.windows[group] is not None:
-            self._push(self._window_pages[group], self._clock, node)
+            self._push(self._window_pages[group], node.stamps[group], node)
 
     def refer(self, node: Node) -> None:
         node.refs += 1
@@ -118,84 +144,117 @@ class PrefixTree:
         need(node.refs > 0, "a node is unreferred twice")
         node.refs -= 1
         if node.refs == 0:
-            self._clock += 1
-            node.used = self._clock
-            self._unused(node)
+            node.used = self._rank(node)
+            if self.tier is not None:
+                self.tier.note(node)
+            self.settle(node)
 
-    def _unused(self, node: Node) -> None:
-        """A node without references and children may go; one that also has no page must go."""
-        if node.refs or node.children:
-            return
-        if node.parent is None:
-            if self._roots.get(node.key) is node:
-                del self._roots[node.key]
-        elif not any(node.pages):
-            self._detach(node)
-        else:
-            self._push(self._leaves, node.used, node)
+    def _rank(self, node: Node) -> Rank:
+        self._clock += 1
+        return (NEVER_AGAIN if node.hits == NEVER_AGAIN else self._floor + 1 + node.hits), self._clock
 
-    def _detach(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None
-        del parent.children[node.key]  # type: ignore[arg-type]  # only a root's key is no tuple
-        node.parent = None
-        self._unused(parent)
+    def hold(self, node: Node) -> None:
+        """The node stays, whatever else goes, until `let_go`."""
+        node.refs += 1
+
+    def let_go(self, node: Node) -> None:
+        """Undoes `hold`, and is no use of the node."""
+        node.refs -= 1
+        self.settle(node)
+
+    def found(self, path: Sequence[Node]) -> None:
+        """A sequence goes on from these nodes."""
+        for node in path:
+            node.hits = min(max(node.hits, 0) + 1, MOST_HITS)
+
+    def supersede(self, node: Node) -> None:
+        """The one lease that leads through this node leaves a state that will not be continued."""
+        if node.refs == 1:
+            node.hits = NEVER_AGAIN
+
+    def settle(self, node: Node) -> None:
+        """After pages, references or children of a node went: it may be evicted next, or goes itself where nothing
+        of it is left, and perhaps its parents with it."""
+        while node.refs == 0:
+            parent = node.parent
+            if parent is None:
+                if not node.children and self._roots.get(node.key) is node:
+                    del self._roots[node.key]
+                return
+            if any(node.pages):
+                if node.kids == 0:
+                    self._push(self._leaves, node.used, node)
+                return
+            if node.children or any(node.saved):
+                return
+            del parent.children[node.key]  # type: ignore[arg-type]  # only a root's key is no tuple
+            node.parent = None
+            node = parent
 
     # --------------------------------------------------------------------------------------------------- eviction
-    def evict(self, group: int) -> list[tuple[int, int]]:
-        """Frees at least one page of this group, the least recently used; [] where every page is pinned.
-        Returns (group, page) of all that were freed. O(log n), amortised."""
+    def evict(self, group: int) -> tuple[Node, Evicted] | None:
+        """Takes at least one page of this group off the device, the least valuable; None where every page is pinned.
+        The node, which the caller must `settle`, and (group, page) of all that went. O(log n), amortised."""
         return self.evict_leaf() if self.windows[group] is None else self._evict_window_page(group)
 
-    def evict_leaf(self) -> list[tuple[int, int]]:
-        """Frees the least recently used leaf, with its page of every group."""
+    def evict_leaf(self) -> tuple[Node, Evicted] | None:
+        """As `evict`: the least valuable node without others behind it, with its page of every group."""
         while self._leaves:
-            clock, _, _, node = heappop(self._leaves)
-            if self._is_leaf(node, clock):
-                freed = [(g, self._take_page(node, g)) for g, page in enumerate(node.pages) if page != NULL_PAGE]
-                self._detach(node)
-                return freed
-        return []
+            rank, _, node = heappop(self._leaves)
+            if self._is_leaf(node, rank):
+                self._floor = max(self._floor, rank[0])
+                return node, self.take_pages(node)
+        return None
 
-    def _evict_window_page(self, group: int) -> list[tuple[int, int]]:
+    def _evict_window_page(self, group: int) -> tuple[Node, Evicted] | None:
         heap = self._window_pages[group]
         while heap:
-            clock, _, _, node = heappop(heap)
-            if self._is_loose(node, group, clock):
-                freed = [(group, self._take_page(node, group))]
-                if node.parent is not None and not any(node.pages):
-                    self._unused(node)
-                return freed
-        return []
+            rank, _, node = heappop(heap)
+            if self._is_loose(node, group, rank):
+                return node, [(group, self._take_page(node, group))]
+        return None
+
+    def take_pages(self, node: Node) -> Evicted:
+        """Every page of a node that nobody pins; the caller must `settle` it."""
+        return [(g, self._take_page(node, g)) for g, page in enumerate(node.pages) if page != NULL_PAGE]
 
     def _take_page(self, node: Node, group: int) -> int:
         need(node.pins[group] == 0, "a pinned page is evicted")
         page, node.pages[group] = node.pages[group], NULL_PAGE
         self.held[group] -= 1
         self.loose[group] -= 1
+        if node.parent is not None and not any(node.pages):
+            node.parent.kids -= 1
+            if node.parent.kids == 0:
+                self.settle(node.parent)
         return page
 
     @staticmethod
-    def _is_leaf(node: Node, clock: int) -> bool:
-        return node.refs == 0 and not node.children and node.parent is not None and node.used == clock
+    def _is_leaf(node: Node, rank: Rank) -> bool:
+        return node.refs == 0 and node.kids == 0 and node.parent is not None and node.used == rank and any(node.pages)
 
     @staticmethod
-    def _is_loose(node: Node, group: int, clock: int) -> bool:
-        return node.pages[group] != NULL_PAGE and node.pins[group] == 0 and node.stamps[group] == clock
+    def _is_loose(node: Node, group: int, rank: Rank) -> bool:
+        return node.pages[group] != NULL_PAGE and node.pins[group] == 0 and node.stamps[group] == rank
 
-    def _push(self, heap: list[Entry], clock: int, node: Node) -> None:
+    def _push(self, heap: list[Entry], rank: Rank, node: Node) -> None:
         """A heap of mostly stale entries is rebuilt; there are at most as many valid ones as pages in the tree."""
-        heappush(heap, (clock, node.depth, node.serial, node))
+        heappush(heap, (rank, node.serial, node))
         if len(heap) > 2 * sum(self.held) + 64:
             group = next((g for g, pages in enumerate(self._window_pages) if pages is heap), None)
             heap[:] = [e for e in heap
-                       if (self._is_leaf(e[3], e[0]) if group is None else self._is_loose(e[3], group, e[0]))]
+                       if (self._is_leaf(e[2], e[0]) if group is None else self._is_loose(e[2], group, e[0]))]
             heapify(heap)
 
     # ------------------------------------------------------------------------------------------------------ audit
     def nodes(self) -> list[Node]:
         """Every node below a root that can be found, parents first."""
-        out, stack = [], list(self._roots.values())
+        return [node for root in self._roots.values() for node in self.below(root)]
+
+    @staticmethod
+    def below(root: Node) -> list[Node]:
+        """Every node below a root, parents first."""
+        out, stack = [], [root]
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())
@@ -213,7 +272,12 @@ class PrefixTree:
             if window is None:
                 need(all(n.refs == 0 for n in loose), "a full page is loose while a lease leads through it")
             else:
-                found = {n.serial for clock, _, _, n in self._window_pages[g] if self._is_loose(n, g, clock)}
+                found = {n.serial for rank, _, n in self._window_pages[g] if self._is_loose(n, g, rank)}
                 need(all(n.serial in found for n in loose), "a loose window page cannot be evicted")
-        leaves = {n.serial for clock, _, _, n in self._leaves if self._is_leaf(n, clock)}
-        need(all(n.serial in leaves for n in nodes if n.refs == 0 and not n.children), "an unused leaf is lost")
+        leaves = {n.serial for rank, _, n in self._leaves if self._is_leaf(n, rank)}
+        for node in nodes:
+            kids = sum(any(child.pages) for child in node.children.values())
+            need(node.kids == kids, f"a node counts {node.kids} children on the device, and has {kids}")
+            if node.refs == 0 and any(node.pages) and not kids:
+                need(node.serial in leaves, "an unused leaf is lost")
+            need(node.refs or node.children or any(node.pages) or any(node.saved), "a node without anything stays")

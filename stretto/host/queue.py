@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from stretto.host.turn import Turn
 
@@ -20,10 +20,9 @@ class Queue:
     def __iter__(self) -> Iterator[Turn]:
         return (turn for _, turn in self._entries)
 
-    @property
-    def head(self) -> Turn | None:
-        """The next to run; those that are not ready are passed over."""
-        return next((turn for _, turn in self._entries if turn.ready), None)
+    def first(self, but: Container[Turn]) -> Turn | None:
+        """The next to run; these, and those that are not ready, are passed over."""
+        return next((turn for _, turn in self._entries if turn.ready and turn not in but), None)
 
     def push(self, turn: Turn) -> None:
         insort(self._entries, (turn.job.rank, turn), key=lambda entry: entry[0])

@@ -46,6 +46,10 @@ class Results:
         self._next_seq += 1
         self._recent.append(result)
         outputs: list[Output] = []
+        for done in result.moved:
+            self._ledger.moved(done)
+        counters = self._counters
+        before = counters.fed_tokens, counters.prefill_tokens, counters.stale_results
         owner = self._slots.owner
         for row in result.rows:
             turn = owner(row.slot, row.epoch)
@@ -58,6 +62,9 @@ class Results:
                 outputs += self.fail(turn, str(error))
             except Exception as error:  # whatever it is, it is of this request
                 outputs += self.quarantine(turn, error)
+        fed, prefill = counters.fed_tokens - before[0], counters.prefill_tokens - before[1]
+        if result.seconds and 2 * prefill >= fed > 0 and counters.stale_results == before[2]:
+            self._limits.rates.computing.add(fed, result.seconds)
         return outputs
 
     # ---------------------------------------------------------------------------------------------------- one row
@@ -285,6 +292,8 @@ class Results:
         turn.lease = None
 
     def _retire(self, turn: Turn) -> None:
+        if turn.home is not None and turn.session is None:
+            self._ledger.forget(turn.home)
         self._live.remove(turn)
         self._slots.ended += 1
         self._counters.turns += 1

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import count
+from math import log2
 from typing import Literal
 
 import msgspec
@@ -27,6 +29,7 @@ from stretto.host.ledger import Lease, Ledger
 from stretto.host.limits import HostLimits
 from stretto.host.live import Live
 from stretto.host.ops import Ops
+from stretto.host.prefix import Node
 from stretto.host.queue import Queue
 from stretto.host.slots import Slots
 from stretto.host.turn import ERROR, Turn
@@ -36,6 +39,7 @@ from stretto.wire import Seam
 FINISHED, ROLLED_BACK, KEPT, FAILED = "finished", "rolled_back", "kept", "failed"  # how a turn ended
 
 BESIDE = ("session_busy", "session_closing", "session_salt", "too_many_sessions")  # no reason not to answer a request
+MOST_WORTH = 8.0  # of a session, where 1 is one that shares nothing
 MAX_GONE = 1 << 16  # expired ids that are remembered, so that a client is told instead of starting anew unknowingly
 
 
@@ -48,6 +52,8 @@ class Session:
     used: float  # when, by the host's clock
     history: History = field(default_factory=History)
     lease: Lease | None = None  # while idle, unless it was reclaimed
+    home: Node | None = None  # where its pages are once they were reclaimed, of ledgers that share none
+    rank: tuple[float, int] = (0.0, 0)  # of its lease: the smallest is reclaimed first
     proved: int = 0  # ids of the history whose KV was computed, whether or not it is still held
     turn: Turn | None = None
     base: tuple[Past | None, int] = (None, 0)  # of the live turn: what it follows, and how many ids of it
@@ -76,7 +82,8 @@ class Sessions:
         self._intake, self._ops, self._counters = intake, ops, counters
         self._open: dict[str, Session] = {}  # least recently used first
         self._waiting: dict[str, Session] = {}  # by the id of the request that waits behind a live turn
-        self._idle: dict[Session, None] = {}  # with a lease, least recently used first
+        self._idle: dict[Session, None] = {}  # with a lease
+        self._floor, self._clock = 0.0, count()  # of ranks
         self._gone: dict[str, None] = {}  # ids of expired sessions whose history nobody else has
 
     # ------------------------------------------------------------------------------------------------------ verbs
@@ -140,10 +147,12 @@ class Sessions:
         held = min(n, session.lease.lo) if session.lease is not None else 0
         if session.lease is not None and held:
             child.lease, _ = self._ledger.fork(session.lease, session.tokens, held, session.lease.top)
+        if session.home is not None:
+            child.home = self._ledger.join(session.home)
         child.proved = min(n, session.proved)
         self._counters.branches += 1
         if child.lease is not None:
-            self._idle[child] = None
+            self._keep_idle(child, child.lease)
         return child
 
     def rewind(self, sid: str, n: int) -> None:
@@ -158,9 +167,11 @@ class Sessions:
         session.proved = min(session.proved, n)
         self._touch(session)
         if session.lease is not None:
-            session.lease = self._cut(session.lease, tokens, n)
-            if session.lease is None:
-                del self._idle[session]
+            del self._idle[session]
+            old, session.lease = session.lease, None
+            lease, session.home = self._cut(old, tokens, n)
+            if lease is not None:
+                self._keep_idle(session, lease)
 
     def close(self, sid: str) -> None:
         """An idle session goes at once, one with a live turn when that turn, and those that wait, have ended."""
@@ -208,12 +219,14 @@ class Sessions:
         return [s.lease for s in self._idle if s.lease is not None]
 
     def reclaim(self) -> bool:
-        """Takes the lease of the session that has been idle longest: its full pages go into the prefix tree, where
-        they are evicted one by one, so no more is lost than is needed. False where no idle session has one."""
-        session = next(iter(self._idle), None)
-        if session is None:
+        """Takes the lease of the least valuable idle session: its full pages go into the prefix tree, where they are
+        evicted one by one, so no more is lost than is needed. False where no idle session has one."""
+        session = min(self._idle, key=lambda s: s.rank, default=None)
+        if session is None or session.lease is None:
             return False
-        self._give_up(session)
+        del self._idle[session]
+        self._floor = session.rank[0]
+        session.home, session.lease = self._ledger.give_up(session.lease, session.tokens), None
         return True
 
     def reclaim_all(self) -> None:
@@ -253,7 +266,7 @@ class Sessions:
         session = turn.session
         assert session is not None
         self._commit(session, turn, FINISHED)
-        session.proved = 0
+        session.proved, session.home, turn.home = 0, turn.home, None
         return self._next(session)
 
     def aborted(self, turn: Turn, received: int | None) -> list[Output]:
@@ -270,10 +283,11 @@ class Sessions:
             self._counters.turns_kept += 1
         else:
             self._roll_back(session, ROLLED_BACK)
-        turn.lease = None
+        turn.lease, session.home, turn.home = None, turn.home, None
         if lease is not None:
             self._ledger.settle(lease, len(whole))
-            self._park(session, self._cut(lease, whole, common(session.tokens, whole)))
+            lease, session.home = self._cut(lease, whole, common(session.tokens, whole))
+            self._park(session, lease)
         return self._next(session)
 
     def failed(self, turn: Turn) -> list[Output]:
@@ -281,6 +295,7 @@ class Sessions:
         session = turn.session
         assert session is not None
         self._roll_back(session, FAILED)
+        session.home, turn.home = turn.home, None
         return self._next(session)
 
     def cancel(self, rid: str) -> bool:
@@ -348,10 +363,11 @@ class Sessions:
         turn, past, kept = self._make(session, request)
         shared = common(session.tokens, turn.tokens)
         turn.expected = min(session.proved, shared, turn.adoptable)
+        turn.home, session.home = session.home, None
         if session.lease is not None:
             del self._idle[session]
             lease, session.lease = session.lease, None
-            turn.lease = self._cut(lease, session.tokens, min(shared, turn.adoptable))
+            turn.lease, turn.home = self._cut(lease, session.tokens, min(shared, turn.adoptable))
             if turn.lease is not None:
                 self._ledger.limit(turn.lease, turn.job.limit - 1)
         self._enter(session, turn, past, kept)
@@ -405,23 +421,22 @@ class Sessions:
         self._counters.turns_rolled_back += 1
         self._touch(session)
 
-    def _cut(self, lease: Lease, tokens: list[int], n: int) -> Lease | None:
-        """A lease on the first `n` of its tokens, or on less; None: on nothing, the turn looks in the prefix tree.
+    def _cut(self, lease: Lease, tokens: list[int], n: int) -> tuple[Lease | None, Node | None]:
+        """A lease on the first `n` of its tokens, or on less; None: on nothing, the turn looks in the prefix tree, or
+        where the second says (`Ledger.give_up`).
 
         A shared page is never written: where it holds cell n - 1, the lease goes back to the page's start, unless a
         fork, which copies the page, saves most of it."""
         if n >= lease.draft_lo:
-            return lease
+            return lease, None
         if n < lease.lo and n // self._ledger.page_size < len(lease.nodes) and n % self._ledger.page_size > 1:
             child, _ = self._ledger.fork(lease, tokens, n, lease.top)
             if child is not None:
-                self._ledger.drop(lease)
-                return child
+                self._ledger.drop(lease, useful=n)
+                return child, None
         if n > 0 and self._ledger.truncate(lease, n) > 0:
-            return lease
-        self._ledger.publish(lease, tokens)
-        self._ledger.drop(lease)
-        return None
+            return lease, None
+        return None, self._ledger.give_up(lease, tokens, useful=n)
 
     def _park(self, session: Session, lease: Lease | None) -> None:
         """The lease, which reaches no further than the history, stays with the session."""
@@ -430,7 +445,15 @@ class Sessions:
         self._ledger.publish(lease, session.tokens)
         self._ledger.slide(lease)
         self._ledger.shrink(lease)
-        session.lease, session.proved = lease, max(lease.lo, min(session.proved, len(session.tokens)))
+        session.proved = max(lease.lo, min(session.proved, len(session.tokens)))
+        self._keep_idle(session, lease)
+
+    def _keep_idle(self, session: Session, lease: Lease) -> None:
+        """Ranked as pages of the prefix tree are (host/prefix.py): by its tokens for the memory that it alone holds, in
+        doublings, then by when it was used."""
+        session.lease = lease
+        worth = 2.0 ** round(log2(max(self._ledger.worth(lease), 1 / 16)))
+        session.rank = self._floor + min(worth, MOST_WORTH), next(self._clock)
         self._idle[session] = None
 
     def _next(self, session: Session) -> list[Output]:
@@ -465,15 +488,15 @@ class Sessions:
 
     def _remove(self, session: Session) -> None:
         del self._open[session.sid]
-        self._give_up(session)
-        self._counters.sessions_closed += 1
-
-    def _give_up(self, session: Session) -> None:
         self._idle.pop(session, None)
         if session.lease is not None:
             self._ledger.publish(session.lease, session.tokens)
             self._ledger.drop(session.lease)
             session.lease = None
+        if session.home is not None:
+            self._ledger.forget(session.home)
+            session.home = None
+        self._counters.sessions_closed += 1
 
     def _info(self, session: Session, now: float) -> SessionInfo:
         lease = session.lease or (session.turn.lease if session.turn is not None else None)

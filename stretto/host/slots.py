@@ -24,8 +24,9 @@ class Slots:
         self.ended = 0  # turns that left for good
 
     @property
-    def vacant(self) -> bool:
-        return bool(self._free)
+    def vacant(self) -> int:
+        """Slots that nobody sits in."""
+        return len(self._free)
 
     def owner(self, slot: int, epoch: int) -> Turn | None:
         turn = self._occupants[slot]

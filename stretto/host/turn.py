@@ -12,6 +12,7 @@ from stretto.wire import NEVER, Goal
 if TYPE_CHECKING:
     from stretto.host.grammar import GrammarState
     from stretto.host.ledger import Lease
+    from stretto.host.prefix import Node
     from stretto.host.session import Session
 
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"  # finish reasons
@@ -50,6 +51,7 @@ class Turn:
     expected: int = 0  # ids whose KV the session held, or would hold had it not been taken
     grammar: GrammarState | None = None
     lease: Lease | None = None
+    home: Node | None = None  # where its pages are once it gave them up, of ledgers that share none
     slot: int = -1
     epoch: int = -1
     fill_to: int = 0  # ids of the log at seating; rows below it only feed

@@ -1,6 +1,7 @@
 """A device half without a model: it speaks the real messages, and its KV cells hold hashes of their prefix.
 
-A stale, freed, misplaced, or shared-then-overwritten cell is seen by the next read. The target model is a fixed
+A stale, freed, misplaced, or shared-then-overwritten cell is seen by the next read. Copies to and from host memory are
+made as late as the plans' fences allow, or at any time before. The target model is a fixed
 function of (prefix, seed, choice), and so is every log-probability: an oracle without an engine says what must come
 out.
 """
@@ -8,7 +9,8 @@ out.
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from stretto.wire import (
@@ -17,6 +19,7 @@ from stretto.wire import (
     NULL_PAGE,
     Goal,
     Int,
+    Moved,
     PackedPlan,
     PageOp,
     RowResult,
@@ -110,6 +113,15 @@ class Slot:
         return (self[Int.SEED_LOW] & 0xFFFFFFFF) | (self[Int.SEED_HIGH] & 0xFFFFFFFF) << 32
 
 
+@dataclass
+class HostPage:
+    """A copy of a page of a group; draft cells and the tap of the last position are those of group 0."""
+
+    cells: list[int | None]
+    draft_cells: list[int | None]
+    tap: int | None
+
+
 class FakeDevice:
     """Runs a step at once; whoever drives it lets the results travel late. Methods named after the laws they keep, so
     that a test can break one by overriding it."""
@@ -121,6 +133,8 @@ class FakeDevice:
         self.draft_kv: dict[tuple[int, int], int] = {}  # at the pages of group 0
         self.page_tap: dict[int, int] = {}  # page of group 0 -> tap of its last position
         self.published: list[set[int]] = [set() for _ in world.windows]  # read-only pages, by the driver's record
+        self.host: list[dict[int, HostPage]] = [{} for _ in world.windows]
+        self.copies: deque[tuple[int, list[list[int]]]] = deque()  # page operations of plans that are not yet done
         self.count: Counter[str] = Counter()
 
     def _empty(self) -> Slot:
@@ -132,10 +146,39 @@ class FakeDevice:
     def run(self, plan: StepPlan) -> StepResult:
         packed = pack_plan(plan)
         views = split_plan(packed[:HEADER], packed)
+        if views.moves:
+            self.copies.append((views.seq, views.page_ops.tolist()))
+        moved = self.finish_copies(views.fence)
         self.apply(views)
         slots = [row[0] for row in views.rows.tolist()]
         need(len(slots) == len(set(slots)), "two rows of one slot in a step")
-        return StepResult(views.seq, [self.step_row(*row) for row in views.rows.tolist()])
+        rows = [self.step_row(*row) for row in views.rows.tolist()]
+        return StepResult(views.seq, rows, 1e-3 * len(rows), moved)
+
+    def finish_copies(self, fence: int) -> list[Moved]:
+        """Makes the copies that the step must wait for, and perhaps others that have had their time."""
+        self.count["fenced"] += bool(self.copies) and self.copies[0][0] <= fence
+        moved = []
+        while self.copies and (self.copies[0][0] <= fence or self.rng.random() < 0.2):
+            seq, ops = self.copies.popleft()
+            restored = {(group, target) for kind, group, _, target in ops if kind == PageOp.RESTORE}
+            for op in ops:
+                self.page_op(*op, restored)
+            moved.append(Moved(seq, 1e-5 * len(ops), 1e-5 * len(ops)))
+        return moved
+
+    def page_op(self, kind: int, group: int, source: int, target: int,
+                restored: Collection[tuple[int, int]] = ()) -> None:
+        """`restored`: pages that other operations of the plan overwrite, behind a copy for a sequence that has gone."""
+        if kind == PageOp.COPY:
+            need(target not in self.published[group] or (group, target) in restored, "a copy into a published page")
+            self._copy(group, source, target)
+        elif kind == PageOp.POISON:
+            self._poison(group, target)
+        elif kind == PageOp.SAVE:
+            self.save(group, source, target)
+        else:
+            self.restore(group, source, target)
 
     def apply(self, plan: PackedPlan) -> None:
         for s in plan.releases.tolist():
@@ -149,8 +192,8 @@ class FakeDevice:
         for s, g, i, page in plan.maps.tolist():
             need(self.slots[s][Int.EPOCH] != -1, "pages mapped into an empty slot")
             self.slots[s].tables[g][i] = page
-        for kind, g, source, target in plan.page_ops.tolist():
-            self._copy(g, source, target) if kind == PageOp.COPY else self._poison(g, target)
+        for op in plan.page_ops.tolist() if not plan.moves else ():
+            self.page_op(*op)
         start, ids = 0, plan.draft_ids.tolist()
         for s, epoch, at, n in plan.draft_heads.tolist():
             self.host_draft(self.slots[s], epoch, at, ids[start : start + n])
@@ -183,7 +226,6 @@ class FakeDevice:
             slot.seam = self.page_tap.get(seam)
 
     def _copy(self, group: int, source: int, target: int) -> None:
-        need(target not in self.published[group], "a copy into a published page")
         for cells in (self.kv[group], self.draft_kv) if group == 0 else (self.kv[group],):
             for offset in range(self.world.page):
                 if (source, offset) in cells:
@@ -195,6 +237,23 @@ class FakeDevice:
                 cells.pop((page, offset), None)
         if group == 0:
             self.page_tap.pop(page, None)
+
+    def save(self, group: int, page: int, host_page: int) -> None:
+        self.count["saved_pages"] += 1
+        offsets = range(self.world.page)
+        own = self.draft_kv if group == 0 else {}
+        self.host[group][host_page] = HostPage([self.kv[group].get((page, i)) for i in offsets],
+                                               [own.get((page, i)) for i in offsets], self.page_tap.get(page))
+
+    def restore(self, group: int, host_page: int, page: int) -> None:
+        self.count["restored_pages"] += 1
+        need(host_page in self.host[group], "a page is restored from host memory that nobody wrote")
+        copy = self.host[group][host_page]
+        self._poison(group, page)
+        for cells, values in ((self.kv[group], copy.cells), (self.draft_kv, copy.draft_cells)):
+            cells.update({(page, i): value for i, value in enumerate(values) if value is not None})
+        if group == 0 and copy.tap is not None:
+            self.page_tap[page] = copy.tap
 
     def host_draft(self, slot: Slot, epoch: int, at: int, ids: list[int]) -> None:
         """Always late: it must agree with what was confirmed since, and only its rest is offered."""

@@ -13,6 +13,7 @@ from dataclasses import replace as replaced
 
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
+from stretto.host.rates import Rates
 from stretto.host.share import share_budget
 from stretto.params import SamplingParams
 from stretto.protocol import Output, Request, RequestError, TokenLogprob
@@ -157,13 +158,29 @@ def make_world(rng: random.Random, **force) -> World:
         chunk=rng.choice([3, 16, 64]), budget=rng.choice([8, 40, 128]), depth=rng.choice([0, 1, 1, 2, 3]), width=k,
         cap_policy=rng.choice(["full", "one_in_mixed", "budget"]), mixed=rng.random() < 0.8, lookahead=lookahead,
         prefix_cache=rng.random() < 0.85, eos_token_ids=frozenset({EOS}), seeds=random.Random(rng.random()),
-        poison=True)
+        poison=True, rates=RandomRates(random.Random(rng.random())))
+    host_room = force.pop("host_room", rng.choice([0, 0, 0.3, 1.0, 4.0]))  # of the pages of each group
     fields |= {name: force.pop(name) for name in list(force) if name in HostLimits.__dataclass_fields__}
     pages = tuple(full if w is None or not small_windows else min(full, _least_pages(w, page, lookahead))
                   for w in windows)
+    fields.setdefault("host_pages", tuple(max(1, int(n * host_room)) for n in pages) if host_room else ())
     limits = HostLimits(**{"pages": pages, **fields})
     return replaced(World(limits, drafter, rng.choice([0.3, 0.7, 0.95, 1.0]), rng.random() < 0.3,
                           rng.random() < 0.5), **force)
+
+
+class RandomRates(Rates):
+    """Copies back and saves as a coin falls: whatever is decided, the text is the same."""
+
+    def __init__(self, rng: random.Random):
+        super().__init__()
+        self.rng = rng
+
+    def copying_pays(self, n_bytes: int, tokens: int, chunk: int) -> bool:
+        return self.rng.random() < 0.8
+
+    def saving_pays(self, page_bytes: int, page_tokens: int) -> bool:
+        return self.rng.random() < 0.9
 
 
 def _least_pages(window: int, page: int, lookahead: int) -> int:
@@ -503,9 +520,11 @@ class Harness:
         self.half.flush_cache()
         ledger = self.half.ledger
         expect([len(free) for free in ledger.free] == list(ledger.n_pages), "pages are missing after a flush")
+        if ledger.tier is not None:
+            expect([len(free) for free in ledger.tier.free] == list(ledger.tier.n_pages), "host pages are missing")
         expect(not ledger.tree._roots, "a root of the prefix tree stays")
         expect(not len(self.half._live) and not self.half.slots.running, "something still lives")
 
     def total(self) -> Counter[str]:
         return self.count + self.device.count + Counter(
-            {name: int(n) for name, n in self.half.counters.as_dict().items() if n})
+            {name: int(n) for name, n in self.half.stats()[0].items() if n})
