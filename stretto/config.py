@@ -20,6 +20,8 @@ from typing import Literal
 
 from stretto.compat import (
     DEVICES,
+    REJECTION,
+    Component,
     ConfigError,
     Drafting,
     Refusal,
@@ -101,6 +103,9 @@ class ScheduleSection:
     """Most sessions that are open at once."""
     session_ttl: float = 3600.0
     """Seconds idle until a session closes, unless it was opened with its own."""
+    slo_itl_ms: float | None = None
+    """Milliseconds that a step may take, so that tokens follow each other that fast: prompts are fed in smaller chunks
+    and fewer drafts are verified, as far as that helps. Default: as fast as possible over all."""
     session_queue: int = 8
     """Turns that may wait behind the live one of a session; a further one is refused."""
 
@@ -111,8 +116,13 @@ class SpeculationSection:
 
     speculation: str = "off"
     """off, a drafter (ngram, suffix, eagle3:MODEL ...), or a draft model that says itself what it is."""
-    speculation_tokens: int | None = None
-    """Most draft tokens of a sequence in a step. Default: 4, or all that a drafter proposes in one pass."""
+    speculation_tokens: int | Literal["auto"] = "auto"
+    """Draft tokens of a sequence in a step: a number that holds for every step, or auto: each step decides by what they
+    cost and how often they are accepted, up to 4, or to all that a drafter proposes in one pass."""
+
+    acceptance_method: Literal["coupled", "rejection"] = "coupled"
+    """coupled: a draft is accepted where the target's own noise chooses it, so a seed gives one text with or without
+    drafts; rejection: with probability min(1, p/q), for drafters that draw their ids."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +184,8 @@ class ServeSection:
     """One line of text, or one JSON object, for each message."""
     access_log: bool = False
     """Log every HTTP request."""
+    otlp_traces_endpoint: str | None = None
+    """Send OpenTelemetry traces there by OTLP over HTTP, such as http://localhost:4318/v1/traces."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +249,7 @@ class DrafterFacts:
     parameters: int = 0
     kv_groups: tuple[KVGroupFacts, ...] = ()
     tap_values: int = 0
+    usual_width: int = DEFAULT_DRAFT_TOKENS  # drafts of a step at most, where the configuration says nothing
 
 
 @dataclass(frozen=True)
@@ -297,7 +310,8 @@ class Resolved:
     depth: int  # steps in flight while the host plans: 1 with overlap, 0 without
     cap_policy: str
     drafter: str | None  # as asked, with its settings
-    speculation_tokens: int
+    speculation_tokens: int  # most drafts of a sequence and step
+    elastic: bool  # each step decides how many
     lookahead: int  # cells past the committed length that the drafter writes
     sampling_defaults: tuple[tuple[str, float], ...]  # of requests to the server that do not say otherwise
     memory: MemoryPlan
@@ -341,6 +355,10 @@ def _ranges(config: Config) -> Iterator[Refusal]:
     if (serve.ssl_certfile is None) != (serve.ssl_keyfile is None):
         given, lacks = ("certfile", "keyfile") if serve.ssl_certfile is not None else ("keyfile", "certfile")
         yield Refusal(f"--ssl-{given}", "TLS", "it needs a certificate and its key", f"give --ssl-{lacks} as well")
+    endpoint = serve.otlp_traces_endpoint
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        yield Refusal(f"--otlp-traces-endpoint {endpoint}", "OTLP over HTTP", "it is no http or https URL",
+                      "give the whole one, such as http://localhost:4318/v1/traces")
     for name, lowest in (("stall_timeout", 1), ("engine_restarts", 0), ("max_live_requests", 1),
                          ("max_body_bytes", 1024)):
         if getattr(serve, name) < lowest:
@@ -355,11 +373,12 @@ def _exclusive(config: Config) -> Iterator[Refusal]:
     given = [flag for flag, value in sizes.items() if value is not None]
     if len(given) > 1:
         yield Refusal(given[0], given[1], "both size the KV cache", "keep one of them")
-    if speculation.speculation == "off" and speculation.speculation_tokens:
-        yield Refusal(f"--speculation-tokens {speculation.speculation_tokens}", "--speculation off",
+    tokens = speculation.speculation_tokens
+    if speculation.speculation == "off" and tokens not in (0, "auto"):
+        yield Refusal(f"--speculation-tokens {tokens}", "--speculation off",
                      "there is no drafter to propose them", "name a drafter with --speculation")
-    if speculation.speculation_tokens is not None and speculation.speculation_tokens < 0:
-        yield Refusal(f"--speculation-tokens {speculation.speculation_tokens}", "any drafter",
+    if tokens != "auto" and tokens < 0:
+        yield Refusal(f"--speculation-tokens {tokens}", "any drafter",
                      "it must be 0 or more", "set 0 or more")
 
 
@@ -399,6 +418,7 @@ class _Resolution:
             max_num_seqs=seqs, max_num_batched_tokens=budget, chunk_size=chunk, mixed_chunk=mixed,
             depth=1 if overlap else 0, cap_policy=self.config.schedule.cap_policy,
             drafter=self.config.speculation.speculation if width else None, speculation_tokens=width,
+            elastic=bool(width) and self.config.speculation.speculation_tokens == "auto",
             lookahead=lookahead, sampling_defaults=sampling, memory=memory, decisions=tuple(self.decisions))
 
     def _note(self, feature: str, asked: object, now: object, why: str = "", changed: bool = False) -> None:
@@ -456,6 +476,7 @@ class _Resolution:
         asked, tokens = self.config.speculation.speculation, self.config.speculation.speculation_tokens
         drafter = self.drafter
         if asked == "off":
+            self._acceptance(None)
             self._note("speculation", "off", "off")
             return 0, 0
         if drafter is None:
@@ -465,11 +486,14 @@ class _Resolution:
         caps = drafter.caps
         engine = engine_component(model_taps(self.model.n_layers))
         self.refusals += check(drafter_features(drafter.name, caps), [engine])
-        if tokens is not None and tokens > caps.max_width:
+        if tokens != "auto" and tokens > caps.max_width:
             self._refuse(f"--speculation-tokens {tokens}", f"drafter {drafter.name}",
                          f"it proposes at most {caps.max_width} tokens", f"set {caps.max_width} or fewer")
-        width = min(caps.max_width, DEFAULT_DRAFT_TOKENS) if tokens is None else tokens
+        width = min(caps.max_width, drafter.usual_width) if tokens == "auto" else tokens
+        self._acceptance(drafter)
+        why = "each step decides how many pay" if tokens == "auto" else ""
         self._note("speculation", asked, "on" if width else "off", f"up to {width} draft tokens a sequence and step")
+        self._note("speculation_tokens", tokens, f"0..{width}" if tokens == "auto" else width, why)
         return width, caps.lookahead if width else 0
 
     def _parallel(self) -> None:
@@ -497,7 +521,7 @@ class _Resolution:
                 and self._step_buffers(dtype, fitted_seqs, fitted_budget, width) > room:
             fitted_budget //= 2
         while asked.max_num_seqs is None and fitted_seqs > 1 and \
-                self._slot_table(fitted_seqs, context, page) \
+                self._slot_table(fitted_seqs, context, page, width) \
                 + self._step_buffers(dtype, fitted_seqs, fitted_budget, width) > room:
             fitted_seqs //= 2
         why = "fitted to the memory that the weights leave"
@@ -530,17 +554,31 @@ class _Resolution:
         activations = budget * (6 * self.model.hidden_size + 3 * self.model.intermediate_size) * ITEM_BYTES[dtype]
         return activations + 3 * 4 * logit_rows * self.model.vocab_size
 
-    def _slot_table(self, seqs: int, context: int, page_size: int) -> int:
-        """The token log, a page table for each KV group, and the drafter's seam."""
+    def _acceptance(self, drafter: DrafterFacts | None) -> None:
+        """Refuses rejection sampling where nobody knows what the drafts were drawn from."""
+        asked = self.config.speculation.acceptance_method
+        if asked == "rejection" and drafter is None:
+            self._refuse("--acceptance-method rejection", "--speculation off", "without drafts nothing is accepted",
+                         "leave it out, or choose a drafter")
+        elif asked == "rejection" and drafter is not None:
+            component = Component("drafter", drafter.name, frozenset({"drafter:q"} if drafter.caps.q == "full" else ()))
+            self.refusals += check([REJECTION], [component])
+        if drafter is not None:
+            self._note("acceptance method", asked, asked, "a seed's text depends on what was drafted, its distribution"
+                       " does not" if asked == "rejection" else "")
+
+    def _slot_table(self, seqs: int, context: int, page_size: int, width: int) -> int:
+        """The token log, a page table for each KV group, the drafter's seam, and what drafts were drawn from."""
         taps = self.drafter.tap_values if self.drafter else 0
-        return 4 * (seqs + 1) * (context + len(self.groups) * (context // page_size + 1) + taps)
+        drawn = width * self.model.vocab_size if self.config.speculation.acceptance_method == "rejection" else 0
+        return 4 * (seqs + 1) * (context + len(self.groups) * (context // page_size + 1) + taps + drawn)
 
     def _memory(self, device: DeviceFacts, dtype: str, step: tuple[int, int], width: int, context: int,
                 page_size: int) -> MemoryPlan:
         seqs, budget = step
         draft = self.drafter.parameters * ITEM_BYTES[dtype] if self.drafter else 0
         plan = MemoryPlan(self._weights(dtype), draft, self._step_buffers(dtype, seqs, budget, width),
-                          self._slot_table(seqs, context, page_size), kv=0)
+                          self._slot_table(seqs, context, page_size, width), kv=0)
         kv, why = self._kv_bytes(device, dtype, plan.budget)
         asked = self.config.kv
         said = asked.kv_tokens or (gib(asked.kv_memory) if asked.kv_memory else asked.gpu_memory_utilization)
@@ -672,7 +710,7 @@ class _Resolution:
         self._note("code of requests", code, code, "every client can run code in the engine" if code else "")
         self._note("cap policy", schedule.cap_policy, schedule.cap_policy)
         self._note("prefix caching", kv.prefix_caching, prefix)
-        for name in ("max_sessions", "session_ttl", "session_queue"):
+        for name in ("slo_itl_ms", "max_sessions", "session_ttl", "session_queue"):
             self._note(name, getattr(schedule, name), getattr(schedule, name))
         return mixed, overlap, prefix
 

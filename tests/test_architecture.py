@@ -149,7 +149,7 @@ def test_no_import_cycle():
 
 
 # Third-party packages that an installation may lack, or that only one path needs and that take long to import.
-OPTIONAL = {"triton", "flashinfer", "llama_cpp", "matplotlib", "llguidance", "transformers", "dill"}
+OPTIONAL = {"opentelemetry", "triton", "flashinfer", "llama_cpp", "matplotlib", "llguidance", "transformers", "dill"}
 KERNEL_PACKAGES = {"triton", "flashinfer"}
 
 

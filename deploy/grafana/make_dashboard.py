@@ -44,7 +44,7 @@ PANELS: list[tuple[str, str, bool, list[tuple[str, str]]]] = [
     ("Put back, aborted, failed", "short", False, [
         ("retractions", rate("stretto_retractions_total")),
         ("{{cause}}", rate("stretto_request_aborts_total", "cause")),
-        ("faults", rate("stretto_faults_total"))]),
+        ("faults", rate("stretto_faults_total")), ("engine restarts", rate("stretto_engine_restarts_total"))]),
     ("Choices that ended, by reason", "short", True, [
         ("{{finished_reason}}", rate("stretto_request_success_total", "finished_reason"))]),
     ("HTTP answers", "short", True, [("{{route}} {{status}}", rate("stretto_http_responses_total", "route, status"))]),

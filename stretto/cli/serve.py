@@ -14,11 +14,13 @@ from rich.console import Console
 from stretto.cli.failures import CommandFailed
 from stretto.cli.options import SERVER, ServerOptions
 from stretto.cli.report import print_report
+from stretto.compat import ConfigError, Refusal
 from stretto.config import Config, check_values
 from stretto.engine.locate import Deferred, locate
 from stretto.logs import set_up_logging
 from stretto.model.hub import DEFAULT_NAME, ModelNotFound
 from stretto.protocol import EngineInfo
+from stretto.serve import tracing
 from stretto.serve.server import Model, run_server
 from stretto.serve.settings import ServeSettings
 from stretto.text.gguf_file import GGUFError
@@ -28,7 +30,7 @@ START_CORE = "stretto.engine.build:start_core"  # by name: it needs torch
 
 SAME_NAME = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "root_path", "strict_requests", "drain_timeout",
              "stall_timeout", "engine_restarts", "max_live_requests", "max_body_bytes", "log_level", "log_format",
-             "access_log")
+             "access_log", "otlp_traces_endpoint")
 
 
 def serve(server: ServerOptions = SERVER) -> int:
@@ -36,6 +38,7 @@ def serve(server: ServerOptions = SERVER) -> int:
     set_up_logging(server.serve.log_level, server.serve.log_format)
     config = server.config()
     check_values(config)  # before anybody can call
+    _check_traces(config)
     settings, console = serve_settings(config), Console(stderr=True)
 
     def find_model() -> Model:
@@ -52,6 +55,13 @@ def serve(server: ServerOptions = SERVER) -> int:
         return run_server(find_model, settings, on_ready)
     except (OSError, ModelNotFound, TokenizerError, GGUFError) as e:
         raise CommandFailed(str(e)) from e
+
+
+def _check_traces(config: Config) -> None:
+    endpoint = config.serve.otlp_traces_endpoint
+    if endpoint is not None and not tracing.available():
+        raise ConfigError([Refusal(f"--otlp-traces-endpoint {endpoint}", "this installation",
+                                   "it has no OpenTelemetry exporter", tracing.PACKAGES)])
 
 
 def serve_settings(config: Config) -> ServeSettings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
@@ -49,9 +50,11 @@ from stretto.serve.sessions import sessions
 from stretto.serve.settings import ServeSettings
 
 
-def build_app(engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSettings) -> FastAPI:
-    """The app of a started engine; `app.state.service` is its Service. The engine is closed by whoever started it."""
-    service = Service(engine, tokenizer, settings)
+def build_app(engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSettings,
+              trace_provider: Any = None) -> FastAPI:
+    """The app of a started engine; `app.state.service` is its Service. The engine is closed by whoever started it.
+    `trace_provider`: a TracerProvider of OpenTelemetry, closed with the service."""
+    service = Service(engine, tokenizer, settings, trace_provider)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):

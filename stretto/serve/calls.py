@@ -19,6 +19,7 @@ from stretto.serve.schemas import Body, ChatRequest, GenerationBody
 from stretto.serve.service import Generation, Service
 from stretto.serve.sessions import appends, attach_session, chat_continuation
 from stretto.serve.streaming import ClientGone, EventStream, openai_failure, while_connected
+from stretto.serve.tracing import PARENT_HEADERS
 
 BodyT = TypeVar("BodyT", bound=Body)
 Whole = Callable[[Service, Generation], Awaitable[Any]]
@@ -55,7 +56,8 @@ async def make_generation(service: Service, request: Request, body: GenerationBo
         state["request_id"] = id
     reply = service.replies.plan(body, prompts[0])
     requests = service.make_requests(id, body, prompts, arrival, reply, bad_words)
-    generation = Generation(id, body, requests, ignored, reply)
+    parent = {name: request.headers[name] for name in PARENT_HEADERS if name in request.headers}
+    generation = Generation(id, body, requests, ignored, reply, parent)
     attach_session(request, generation, continuation, service.tokenizer.bos_token_id)
     return generation
 

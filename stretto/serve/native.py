@@ -25,6 +25,7 @@ from stretto.serve.schemas import CompletionRequest, GenerateRequest
 from stretto.serve.service import Generation, Service
 from stretto.serve.streaming import DONE, event
 
+UNNAMED = "unknown"  # what gateways put in where the client named no model, as clients of this API do not
 DEFAULT_NEW_TOKENS = 128
 # the name here -> the field of a completion
 SAMPLING = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed",
@@ -61,7 +62,7 @@ def _completion(body: GenerateRequest, prompts: list[Any]) -> CompletionRequest:
         if value is not None:
             fields[SAMPLING.get(name, name)] = value
     fields |= {"prompt": prompts if len(prompts) > 1 or isinstance(prompts[0], list) else prompts[0],
-               "stream": body.stream, "model": body.model, "priority": body.priority, "request_id": body.rid}
+               "stream": body.stream, "model": None if body.model == UNNAMED else body.model, "priority": body.priority, "request_id": body.rid}
     if body.return_logprob:
         fields["logprobs"] = body.top_logprobs_num or 0
         if body.logprob_start_len is not None and body.logprob_start_len >= 0:

@@ -36,6 +36,7 @@ from stretto.serve.errors import ApiError, JSONResponse
 from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.service import Service
 from stretto.serve.settings import ServeSettings
+from stretto.serve.tracing import otlp_provider
 
 LAST_ANSWERS_SECONDS = 5.0  # for clients of a dead engine, or of an aborted request, to get their error
 KEEP_ALIVE_SECONDS = 75  # longer than the usual 60 s of a proxy, so that the proxy closes first
@@ -183,7 +184,8 @@ class _Server:
         except EngineDead as e:
             log.error("the engine could not start: %s", e)
             return 1
-        app = build_app(engine, tokenizer, self.settings)
+        endpoint = self.settings.otlp_traces_endpoint
+        app = build_app(engine, tokenizer, self.settings, otlp_provider(endpoint) if endpoint else None)
         engine.on_change = app.state.service.note_interruption
         self.gate.app = app
         if self.on_ready is not None:

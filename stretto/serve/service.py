@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -33,18 +32,19 @@ from stretto.protocol import (
     TokenLogprob,
     Usage,
 )
+from stretto.serve.clock import CallClock
 from stretto.serve.errors import CLIENT_CLOSED, ApiError, bad_request, did_you_mean, model_not_found, unsupported
 from stretto.serve.grammars import INVALID, refused
 from stretto.serve.interfaces import ServeTokenizer
-from stretto.serve.metrics import INTER_TOKEN_LATENCY, QUEUE_TIME, REQUEST_LATENCY, TIME_TO_FIRST_TOKEN, ServerMetrics
+from stretto.serve.metrics import ServerMetrics
 from stretto.serve.prompts import PromptReader
 from stretto.serve.replies import ReplyPlan, ReplyPlanner
 from stretto.serve.sampling import fit_max_tokens, in_request_words, to_sampling
 from stretto.serve.schemas import GenerationBody
 from stretto.serve.settings import ServeSettings
+from stretto.serve.tracing import Tracing
 from stretto.text.grammar import GrammarError, check_grammar
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ID_LENGTH = 256
 GRAMMAR_SECONDS = 10.0  # for the check of one grammar
@@ -61,6 +61,7 @@ class Generation:
     requests: list[Request]
     ignored: list[str]
     reply: ReplyPlan = field(default_factory=ReplyPlan)
+    trace_parent: Mapping[str, str] = field(default_factory=dict)  # the headers that name the client's span
     created: int = field(default_factory=lambda: int(time.time()))
     aborted: bool = False
 
@@ -73,12 +74,14 @@ class Generation:
 class Service:
     """Made once per app; every method runs on the event loop."""
 
-    def __init__(self, engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSettings):
+    def __init__(self, engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSettings,
+                 trace_provider: Any = None):
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         self.names = settings.served_model_names or (self.info.model_name,)
         self.reader = PromptReader(tokenizer, self.info.vocab_size, self.info.max_model_len)
         self.replies = ReplyPlanner(tokenizer)
         self.metrics = ServerMetrics(self.info, self.names[0])
+        self.tracing = Tracing(trace_provider, self.names[0]) if trace_provider is not None else None
         self.started = int(time.time())
         self.draining = False
         self._interruption: str | None = None  # why there is no engine just now
@@ -132,6 +135,8 @@ class Service:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._grammar_pool.shutdown(wait=False, cancel_futures=True)
+        if self.tracing is not None:
+            self.tracing.close()
 
     # ------------------------------------------------------------------------------------------ a call begins
     def choose_id(self, body: GenerationBody, http_id: str) -> str:
@@ -210,7 +215,8 @@ class Service:
     # ------------------------------------------------------------------------------------------------- running
     async def outputs(self, generation: Generation) -> AsyncGenerator[tuple[int, Output], None]:
         """(prompt index, Output) of every choice as they come. Raises ApiError for whatever goes wrong."""
-        clock = _Clock(self.metrics, generation)
+        clock = CallClock(self.metrics, generation.id, generation.requests)
+        failure: BaseException | None = None
         try:
             with self.registered(generation):
                 streams = [self.engine.generate(request) for request in generation.requests]
@@ -223,9 +229,15 @@ class Service:
                                                                          output.prompt_logprobs)
                         yield index, output
         except RequestError as e:
-            raise in_request_words(_with_grammars_field(e, generation), generation.body) from e
+            failure = in_request_words(_with_grammars_field(e, generation), generation.body)
+            raise failure from e
+        except BaseException as e:  # the client that went away, too
+            failure = e
+            raise
         finally:
             clock.end()
+            if self.tracing is not None:
+                self.tracing.record(generation, clock, None if clock.finished else failure)
 
     async def abort(self, id: str) -> bool:
         """Withdraws a live call; its client gets an error. Returns once the engine has released it; its id is free."""
@@ -312,43 +324,6 @@ async def _merge(streams: list[AsyncIterator[Output]]) -> AsyncGenerator[tuple[i
         await asyncio.gather(*waiting, return_exceptions=True)
         for stream in streams:
             await stream.aclose()  # type: ignore[attr-defined]
-
-
-class _Clock:
-    """Feeds the latency histograms from one call's outputs, as its client sees them."""
-
-    def __init__(self, metrics: ServerMetrics, generation: Generation):
-        self._metrics = metrics
-        self._arrival = generation.requests[0].arrival
-        self._last: dict[tuple[int, int], float] = {}
-        self._choices = self._unfinished = len(generation.requests) * generation.choices
-        self._id, self._prompt = generation.id, sum(len(request.tokens) for request in generation.requests)
-        self._reasons: list[str] = []
-
-    def note(self, prompt: int, output: Output) -> None:
-        now, key, tokens = time.monotonic(), (prompt, output.index), len(output.token_ids)
-        if tokens and key not in self._last:
-            self._metrics.histograms[TIME_TO_FIRST_TOKEN].observe(now - self._arrival)
-            if output.usage is not None and output.index == 0:  # the other choices wait for the first one
-                self._metrics.histograms[QUEUE_TIME].observe(output.usage.queue_seconds)
-        elif tokens:
-            self._metrics.histograms[INTER_TOKEN_LATENCY].observe((now - self._last[key]) / tokens, tokens)
-        if tokens:
-            self._last[key] = now
-        if output.finish_reason is not None:
-            self._metrics.finished[output.finish_reason] += 1
-            self._reasons.append(output.finish_reason)
-            self._unfinished -= 1
-
-    def end(self) -> None:
-        seconds = time.monotonic() - self._arrival
-        if self._unfinished == 0:
-            self._metrics.histograms[REQUEST_LATENCY].observe(seconds)
-        reasons = sorted(set(self._reasons))
-        log.info("%s: %d prompt tokens, %d of %d choices finished (%s), %.3f s", self._id, self._prompt,
-                 len(self._reasons), self._choices, ", ".join(reasons) or "none", seconds,
-                 extra={"id": self._id, "prompt_tokens": self._prompt, "choices": self._choices, "seconds": seconds,
-                        "finished": len(self._reasons), "finish_reasons": reasons})
 
 
 def total_usage(last: dict[tuple[int, int], Usage], requests: list[Request]) -> dict:

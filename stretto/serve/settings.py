@@ -37,6 +37,7 @@ class ServeSettings:
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"  # of the engine process; this one's logging is set up by its owner
     access_log: bool = False
+    otlp_traces_endpoint: str | None = None  # where spans are sent, by OTLP over HTTP
     root_path: str = ""
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from tests.serve.conftest import Api
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 GAUGES = ("running", "waiting", "sessions", "pages_used_0", "pages_total_0")
-CORE = ("loop_seconds", "device_wait_seconds")  # counters of the engine's loop
+CORE = ("loop_seconds", "device_wait_seconds", "engine_restarts")  # counters of the engine's loop and its supervisor
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from stretto.serve.errors import ApiError
 from stretto.serve.replies import ReplyPlanner
 from stretto.serve.schemas import ChatRequest
 from stretto.text.grammar import LIMITS, definition, vocabulary
+from stretto.text.reply import CallBegin, Content
 from tests.serve.fakes import EOS, IM_END, IM_START, PAD, VOCAB, ByteTokenizer
 from tests.serve.test_tools import CALL, TOOLS, ToolTokenizer
 
@@ -80,6 +82,97 @@ def test_what_a_grammar_lets_through(case: int, markers: str):
         assert accepts(fields, answer, tokenizer, prompt), answer
     for answer in bad:
         assert not accepts(fields, answer, tokenizer, prompt), answer
+
+
+# ---------------------------------------------------------------------------------------------- other forms of calls
+class LlamaTokenizer(ToolTokenizer):
+    chat_template = "{{ tools }} <|python_tag|>"
+    markers = {"<|python_tag|>": IM_START}  # noqa: RUF012
+
+
+class MistralTokenizer(ToolTokenizer):
+    chat_template = "{{ tools }} [TOOL_CALLS] ["
+    markers = {"[TOOL_CALLS]": IM_START}  # noqa: RUF012
+
+
+class NamedTokenizer(ToolTokenizer):
+    chat_template = "{{ tools }} [TOOL_CALLS] [ARGS]"
+    markers = {"[TOOL_CALLS]": IM_START, "[ARGS]": IM_END}  # noqa: RUF012
+
+
+def special(kind: type[ToolTokenizer]) -> type[ToolTokenizer]:
+    """The same, with special tokens as markers."""
+    return type("Special" + kind.__name__, (SpecialMarkers,), {"chat_template": kind.chat_template,
+                                                               "markers": kind.markers})  # type: ignore[attr-defined]
+
+
+LLAMA_F, NAMED_F = '{"name": "f", "parameters": {"n": 12}}', '[TOOL_CALLS]f[ARGS]{"n": 12}'
+LIST_F = '[TOOL_CALLS] [{"name": "f", "arguments": {"n": 12}}]'
+REQUIRED, STRICTLY = {"tools": TOOLS, "tool_choice": "required"}, {"tools": STRICT}
+ONE = {"parallel_tool_calls": False}
+FORMS: list[tuple[type[ToolTokenizer], dict[str, Any], list[str], list[str]]] = [
+    (LlamaTokenizer, REQUIRED, [LLAMA_F, f"{LLAMA_F}; {LLAMA_F}"], ["", "words", LLAMA_F.replace("12", "100"), "{}"]),
+    (LlamaTokenizer, REQUIRED | ONE, [LLAMA_F], [f"{LLAMA_F}; {LLAMA_F}"]),
+    (LlamaTokenizer, STRICTLY, ["", "words {", LLAMA_F, f"<|python_tag|>{LLAMA_F}", f"{LLAMA_F}; {LLAMA_F}"],
+     [LLAMA_F.replace("12", "100"), '{"answer": 1}', f"{LLAMA_F} words"]),
+    (LlamaTokenizer, {"tools": TOOLS} | ONE, [LLAMA_F.replace("12", '"any"'), "words"], [f"{LLAMA_F}; {LLAMA_F}"]),
+    (LlamaTokenizer, {"tools": TOOLS} | FORM, ["1234", LLAMA_F], ["words"]),
+    (MistralTokenizer, REQUIRED, [LIST_F, LIST_F.replace("] ", "]"), f"{LIST_F[:-1]}, {LIST_F[14:]}"],
+     ["", "words", LIST_F.replace("12", "100"), f"{LIST_F}{LIST_F}"]),
+    (MistralTokenizer, REQUIRED | ONE, [LIST_F], [f"{LIST_F[:-1]}, {LIST_F[14:]}"]),
+    (MistralTokenizer, STRICTLY, ["", "words", f"words{LIST_F}"], [LIST_F.replace('"f"', '"h"'), f"{LIST_F} words"]),
+    (NamedTokenizer, REQUIRED, [NAMED_F, NAMED_F + NAMED_F.replace("f[", "g[")],
+     ["", "words", NAMED_F.replace("12", "100")]),
+    (NamedTokenizer, REQUIRED | ONE, [NAMED_F], [NAMED_F * 2]),
+    (NamedTokenizer, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+     [NAMED_F.replace("f[", "g[")], [NAMED_F]),
+    (NamedTokenizer, STRICTLY, ["", "words", f"a {NAMED_F}{NAMED_F} words"],
+     [NAMED_F.replace("f[", "h["), "[TOOL_CALLS]"]),
+    (NamedTokenizer, {"tools": TOOLS} | ONE, ["words", f"a {NAMED_F.replace('12', 'true')}"], [NAMED_F * 2]),
+]
+
+
+@pytest.mark.parametrize("case", range(len(FORMS)))
+@pytest.mark.parametrize("markers", ["text", "special"])
+def test_what_a_grammar_lets_through_in_other_forms(case: int, markers: str):
+    kind, fields, good, bad = FORMS[case]
+    tokenizer = (special(kind) if markers == "special" else kind)()
+    for answer in good:
+        assert accepts(fields, answer, tokenizer), answer
+    for answer in bad:
+        assert not accepts(fields, answer, tokenizer), answer
+
+
+@pytest.mark.parametrize("markers", ["text", "special"])
+@pytest.mark.parametrize("case", range(len(FORMS)))
+def test_what_a_grammar_lets_through_is_read_as_calls(case: int, markers: str):
+    """Writing and reading agree."""
+    kind, fields, good, _ = FORMS[case]
+    tokenizer = (special(kind) if markers == "special" else kind)()
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]} | fields)
+    plan = ReplyPlanner(tokenizer).plan(body, [1])
+    assert plan.keep_special == (markers == "special") and plan.reader is not None
+    for answer in good:
+        reply = plan.reader()
+        parts = reply.feed(answer) + reply.finish()
+        names = [part.name for part in parts if isinstance(part, CallBegin)]
+        assert len(names) == answer.count('": {"n"') + answer.count('[ARGS]{'), (answer, parts)
+        assert not any("{" in part.text for part in parts if isinstance(part, Content)) or not names
+
+
+@pytest.mark.parametrize("template", ["<tool_call> <function=", "<|channel|> <|message|>", "{{ tools }} unknown"])
+@pytest.mark.parametrize(("fields", "param"), [
+    (STRICTLY, "tools[].function.strict"), ({"tools": TOOLS} | ONE, "parallel_tool_calls"),
+    ({"tools": TOOLS, "regex": "[0-9]{4}"}, "regex")], ids=["strict", "one", "form"])
+def test_what_no_grammar_can_hold_is_refused_with_auto(template: str, fields: dict, param: str):
+    tokenizer = ToolTokenizer()
+    tokenizer.chat_template = template
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]} | fields)
+    with pytest.raises(ApiError) as told:
+        ReplyPlanner(tokenizer).plan(body, [1])
+    assert told.value.param == ("tools" if "unknown" in template else param)
+    forced = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]} | REQUIRED)
+    assert ReplyPlanner(tokenizer).plan(forced, [1]).grammar is not None
 
 
 def test_words_alone_need_no_grammar():

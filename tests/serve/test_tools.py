@@ -100,6 +100,44 @@ async def test_tokenize_counts_the_prompt_with_its_tools():
     assert told == used > bare == none
 
 
+class Family(ToolTokenizer):
+    """A tokenizer whose chat template is of another family."""
+
+    def __init__(self, template: str):
+        self.chat_template = "{{ tools }} " + template
+
+
+LLAMA, MISTRAL, NAMED = Family("<|python_tag|>"), Family("[TOOL_CALLS] ["), Family("[TOOL_CALLS] [ARGS]")
+HARMONY, TAGS = Family("<|channel|> <|message|>"), Family("<think></think> <tool_call> <function=")
+N12, N7 = {"name": "f", "arguments": '{"n": 12}'}, {"name": "f", "arguments": '{"n": 7}'}
+SAID: list[tuple[Family, str, dict[str, Any]]] = [
+    (LLAMA, '{"name": "f", "parameters": {"n": 12}}; {"name": "f", "parameters": {"n": 7}}', {"tool_calls": [N12, N7]}),
+    (LLAMA, "No call {", {"content": "No call {"}),
+    (MISTRAL, 'Well: [TOOL_CALLS] [{"name": "f", "arguments": {"n": 12}}, {"name": "f", "arguments": {"n": 7}}]',
+     {"content": "Well:", "tool_calls": [N12, N7]}),
+    (NAMED, 'Well: [TOOL_CALLS]f[ARGS]{"n": 12}[TOOL_CALLS]f[ARGS]{"n": 7}',
+     {"content": "Well:", "tool_calls": [N12, N7]}),
+    (HARMONY, '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f '
+     '<|constrain|>json<|message|>{"n": 12}', {"reasoning_content": "Hm.", "tool_calls": [N12]}),
+    (HARMONY, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+     {"reasoning_content": "Hm.", "content": "Yes."}),
+    (TAGS, "<think>Hm.</think>Well:\n<tool_call>\n<function=f>\n<parameter=n>\n12\n</parameter>\n</function>\n"
+     "</tool_call>", {"reasoning_content": "Hm.", "content": "Well:", "tool_calls": [N12]}),
+]
+
+
+@pytest.mark.parametrize("case", range(len(SAID)))
+async def test_the_form_of_each_family_is_read(case: int):
+    tokenizer, said, want = SAID[case]
+    for block in (1, 5, 300):
+        async with make_api(CoreOptions(block=block, max_model_len=1024), tokenizer) as api:
+            answer = whole(await api.chat(f"say:{said}", tools=TOOLS, max_tokens=300))
+            streamed = joined((await api.chat(f"say:{said}", tools=TOOLS, max_tokens=300, stream=True)).text)
+        empty: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+        reason = "tool_calls" if "tool_calls" in want else "stop"
+        assert answer == streamed == empty | want | {"finish_reason": reason}
+
+
 async def test_without_tools_an_answer_that_looks_like_a_call_is_text():
     async with make_api(CoreOptions(), ToolTokenizer()) as api:
         answer = whole(await api.chat(f"say:{CALL}", max_tokens=200))
@@ -174,12 +212,17 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return Oracle.make(Path(tmp_path_factory.mktemp("model")), "llama", sharpness=0.7)
 
 
-def real(oracle: Oracle):
-    tokenizer = ToolTokenizer()
+def real(oracle: Oracle, tokenizer: ToolTokenizer | None = None, drafts: bool = True, cores: list | None = None):
+    """`cores` gets the engine, for its counters."""
+    tokenizer = tokenizer or ToolTokenizer()
 
     def core() -> EngineCore:
-        return make_core(oracle.model, drafter=NgramDrafter(3), text=text_streams(tokenizer), chunk=16, budget=48,
-                         eos_token_ids=frozenset({EOS}), grammars=grammars(tokenizer, oracle.model.vocab_size, [EOS]))
+        made = make_core(
+            oracle.model, drafter=NgramDrafter(3) if drafts else None, chunk=16, budget=48,
+            text=text_streams(tokenizer), eos_token_ids=frozenset({EOS}), grammars=grammars(tokenizer, oracle.model.vocab_size, [EOS]))
+        if cores is not None:
+            cores.append(made)
+        return made
     return make_api(core, tokenizer, **NAME)
 
 
@@ -266,6 +309,31 @@ async def test_a_call_that_must_come_comes_and_holds_its_schema(oracle: Oracle):
         named = {"type": "function", "function": {"name": "g"}}
         got = await ask(api, tools=TOOLS, tool_choice=named, separate_reasoning=False)
         assert [call["name"] for call in got["tool_calls"]] == ["g"] and got["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("tokenizer", [LLAMA, MISTRAL, NAMED, HARMONY], ids=["llama", "mistral", "named", "harmony"])
+async def test_a_call_that_must_come_comes_in_the_models_form(oracle: Oracle, tokenizer: Family):
+    async with real(oracle, tokenizer) as api:
+        for choice in ("required", {"type": "function", "function": {"name": "g"}}):
+            got = await ask(api, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+            (call,) = got["tool_calls"]
+            assert got["finish_reason"] == "tool_calls" and got["content"] == ""
+            assert call["name"] in ("f", "g") and (choice == "required" or call["name"] == "g")
+            assert 0 <= json.loads(call["arguments"])["n"] <= 99
+
+
+async def test_case_12_07_copied_drafts_do_not_damage_a_call(oracle: Oracle):
+    """The prompt is full of calls that look like the one that must come."""
+    alike = " ".join('{"name": "%s", "arguments": {"n": %d}}' % (name, n) for n, name in ((4, "f"), (41, "g")))  # noqa: UP031
+    found, cores = [], []
+    for drafts in (False, True):
+        async with real(oracle, None, drafts, cores) as api:
+            found.append([(await ask(api, f"{alike} {i}", tools=TOOLS, tool_choice="required", temperature=0.0,
+                                     max_tokens=90, parallel_tool_calls=False))["tool_calls"] for i in range(4)])
+            counters = cores[-1].stats().counters
+            assert (counters["drafted"] > 40 and counters["accepted"] > 20) if drafts else counters["drafted"] == 0
+    assert found[0] == found[1]
+    assert all(0 <= json.loads(call["arguments"])["n"] <= 99 for (call,) in found[0])
 
 
 async def test_a_form_holds_behind_an_opened_thought(oracle: Oracle):
