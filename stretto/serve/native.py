@@ -62,7 +62,8 @@ def _completion(body: GenerateRequest, prompts: list[Any]) -> CompletionRequest:
         if value is not None:
             fields[SAMPLING.get(name, name)] = value
     fields |= {"prompt": prompts if len(prompts) > 1 or isinstance(prompts[0], list) else prompts[0],
-               "stream": body.stream, "model": None if body.model == UNNAMED else body.model, "priority": body.priority, "request_id": body.rid}
+               "stream": body.stream, "model": None if body.model == UNNAMED else body.model,
+               "priority": body.priority, "request_id": body.rid}
     if body.return_logprob:
         fields["logprobs"] = body.top_logprobs_num or 0
         if body.logprob_start_len is not None and body.logprob_start_len >= 0:

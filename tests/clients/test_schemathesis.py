@@ -20,7 +20,7 @@ def test_case_15_09_no_500_for_any_body(tmp_path: Path):
         server.until("/readyz", 200)
         done = subprocess.run(
             [str(python.with_name("schemathesis")), "run", f"http://127.0.0.1:{server.port}/openapi.json",
-             "--checks", "not_a_server_error", "--max-examples", "30", "--continue-on-failure", "--seed", "1",
+             "--checks", "not_a_server_error", "--max-examples", "15", "--continue-on-failure", "--seed", "1",
              "--request-timeout", "30", "--report", "json", "--report-dir", str(tmp_path), "--no-color"],
             capture_output=True, text=True, timeout=280, cwd=tmp_path)
         assert done.returncode == 0, done.stdout[-6000:] + server.log()[-3000:]

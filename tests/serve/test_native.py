@@ -38,6 +38,12 @@ async def test_batches_choices_and_defaults(api: Api):
     assert long["meta_info"]["completion_tokens"] == 128
 
 
+async def test_a_gateways_word_for_no_model_is_none(api: Api):
+    assert (await generate(api, text="say:a", model="unknown")).json()["text"] == "a"
+    assert (await generate(api, text="say:a", model="fake/tiny")).json()["text"] == "a"
+    assert (await generate(api, text="say:a", model="other")).status_code == 404
+
+
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("incremental", [False, True])
 async def test_streams(block: int, incremental: bool):
