@@ -87,6 +87,8 @@ def _provided(need: str, component: Component) -> bool:
 
 
 def _lack(need: str, component: Component) -> str:
+    if need == "drafter:q":
+        return "it does not draw its ids, so there is no probability to divide by"
     name, equals, value = need.partition(":")[2].partition("=")
     if not equals:
         return f"it has no {name.replace('_', ' ')}"
@@ -162,6 +164,8 @@ class Drafting(Protocol):
     @property
     def lookahead(self) -> int: ...
     @property
+    def q(self) -> str: ...
+    @property
     def where(self) -> str: ...
 
 
@@ -178,6 +182,10 @@ def engine_component(taps: frozenset[str], host_drafts: bool = True) -> Componen
     if host_drafts:
         provides.add("engine:host_drafts")
     return Component("engine", "stretto", frozenset(provides))
+
+
+REJECTION = Feature("--acceptance-method rejection", frozenset({"drafter:q"}),
+                    "leave it out, or choose a drafter that draws its ids from a distribution")
 
 
 def drafter_features(name: str, caps: Drafting) -> list[Feature]:

@@ -38,6 +38,7 @@ from stretto.host.limits import HostLimits
 from stretto.model.api import CausalModel
 from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo, Output, Request
+from stretto.sample.rejection import Proposals
 from stretto.spec.api import Drafter
 from stretto.spec.context import Target
 from stretto.spec.registry import drafter_sizes, make_drafter, make_host_drafter
@@ -61,6 +62,7 @@ class Setup:
     slots: int = 9
     context: int = 256
     poison: bool = True  # freed pages become unreadable
+    rejection: bool = False  # drafts are verified by rejection sampling
     attention: str | None = None  # "torch" or "triton"; None: the one of the model's device
 
 
@@ -119,6 +121,8 @@ def make_engine(model: CausalModel, drafter: str | Drafter | None, target: Targe
     kv = KVCache(model.layers, groups, pages, s.page_size, model.dtype, model.device)
     table = SlotTable(s.slots, context, s.page_size, len(groups), model.device, caps.lookahead if caps else 0)
     runner = Runner(model, _backend(model, s), kv, table)
+    if s.rejection:
+        table.proposals = Proposals(s.slots, width, model.vocab_size, model.device)
     on_host = caps is not None and caps.where == "host"
     if named and not on_host:
         runner.adopt(make_drafter(named, runner.drafting.context(width, context, target)))
@@ -291,10 +295,12 @@ def check_sampled_text(lab: Lab) -> None:
 
 
 def check_distribution(lab: Lab) -> None:
-    """The second and third ids of many seeds against the target's own probabilities, at three temperatures with top-k
-    4: chi-square, refused below p = 1e-4."""
-    prompt, n = list(lab.asks()[0].tokens), 200
-    for temperature in (0.5, 1.0, 1.5):
+    """The first two ids of many seeds against the target's own probabilities, at three temperatures at which it has a
+    choice, with top-k 4: chi-square, refused below p = 1e-4."""
+    prompt, n, least = list(lab.asks()[0].tokens), 200, 0.5
+    while max(_joint(lab, prompt, least).values()) > 0.6:
+        least *= 2
+    for temperature in (least, 2 * least, 3 * least):
         asks = [Ask(str(i), prompt, SamplingParams(seed=i, temperature=temperature, top_k=4, max_tokens=3))
                 for i in range(n)]
         got, _ = lab.drafted(asks, pool_tokens=1 << 15)

@@ -50,7 +50,7 @@ class Chooser:
         assert self.shape is not None and self.step is not None
         slots, table = self._slots(rows), self.table
         where = Positions(slots, table.known[slots] + offset, table.ints, table.reals)
-        ids = sample(process(logits, where, table, self.shape, proposing=True), where, self.shape)
+        ids = self._drawn(logits, where, torch.full_like(slots, offset))
         if self._reads_the_log:
             n_out = self.step.n_out if rows is None else self.step.n_out[rows]
             table.sketch(slots, n_out, offset, ids)
@@ -64,8 +64,16 @@ class Chooser:
         slots = self._slots(rows).repeat_interleave(width)
         offset = torch.arange(width, device=slots.device).repeat(n)
         where = Positions(slots, self.table.known[slots] + offset, self.table.ints, self.table.reals)
-        flat = process(logits.reshape(n * width, vocab), where, self.table, self.shape, proposing=True)
-        return sample(flat, where, self.shape).view(n, width)
+        return self._drawn(logits.reshape(n * width, vocab), where, offset).view(n, width)
+
+    def _drawn(self, logits: torch.Tensor, where: Positions, offset: torch.Tensor) -> torch.Tensor:
+        """With the target's noise; or with noise of its own, what it is drawn from being kept for the verification."""
+        assert self.shape is not None
+        proposals = self.table.proposals
+        processed = process(logits, where, self.table, self.shape, proposing=True)
+        if proposals is None or not self.shape.sampled:
+            return sample(processed, where, self.shape)
+        return proposals.draw(processed, where, offset, self.shape.filtered)
 
 
 class Drafting:
@@ -109,6 +117,10 @@ class Drafting:
                                self.model.hidden_size, self.model.dtype, self.model.device)
 
     # ------------------------------------------------------------------------------------------- page operations
+    def page_tensors(self, group: int) -> list[torch.Tensor]:
+        stores = [store for store in (self.own, self.seams) if store is not None]
+        return [tensor for store in stores for tensor in store.page_tensors(group)]
+
     def copy_page(self, group: int, source: int, target: int) -> None:
         for store in (self.own, self.seams):
             if store is not None:

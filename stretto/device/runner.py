@@ -11,7 +11,7 @@ A plan with a late mask is run in two parts, `begin` and `end`: the mask is made
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -28,10 +28,10 @@ from stretto.ops.bind import bind
 from stretto.ops.commit import judge
 from stretto.ops.pool import last_states, row_sums
 from stretto.ragged import RaggedStep
-from stretto.sample.features import FeatureMirror, StepShape, step_shape
+from stretto.sample.features import SHORT, FeatureMirror, StepShape, step_shape
 from stretto.sample.logprobs import token_scores
 from stretto.sample.processors import TokenMasks
-from stretto.sample.verify import mask, process, prompt_targets, sample, sampled_positions
+from stretto.sample.verify import choose, mask, process, prompt_targets, sampled_positions
 from stretto.spec.api import Drafter, Offer
 from stretto.wire import HEADER, MASK_HEADER, NOTHING_LEFT, Goal, Int, PackedPlan, ResultLayout, split_mask, split_plan
 
@@ -163,6 +163,8 @@ class Runner:
         """Binds the step and computes the logits of its sampled positions."""
         table = self.table
         step = bind(rows, table.ints, table.log, table.page_tables, table.page_size, shape.tokens, shape.logits)
+        if shape.short:
+            step = replace(step, most_tokens=SHORT)
         hidden, taps = self._model(step)
         return Forward(step, hidden, taps, self.model.logits(hidden[step.out_tokens]))
 
@@ -174,7 +176,7 @@ class Runner:
         processed = process(logits, where, table, shape)
         if masks is not None:
             processed = mask(processed, step, masks)
-        sampled = sample(processed, where, shape)
+        sampled = choose(processed, where, step, table, shape)
         outcome = judge(step, sampled, table.ints, table.log, table.stops, shape.width)
         new_scores = self._new_scores(logits, sampled, step, shape)
         prompt_scores = self._prompt_scores(hidden, step, shape)

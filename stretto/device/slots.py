@@ -17,6 +17,7 @@ import torch
 from stretto.device.kv import Paged
 from stretto.ops.commit import Commit
 from stretto.sample.custom import CustomProcessors
+from stretto.sample.rejection import Proposals
 from stretto.spec.api import Offer
 from stretto.wire import (
     MAX_STOP_IDS,
@@ -52,6 +53,7 @@ class SlotTable:
         self.tables = torch.full((n_groups, n_slots, pages), NULL_PAGE, dtype=torch.int32, device=device)
         self.page_tables = self.tables.unbind(0)  # one a group
         self.custom = CustomProcessors(n_slots, device)
+        self.proposals: Proposals | None = None  # where drafts are verified by rejection sampling
         self.ints[Int.DONE] = 1
         self.ints[Int.EPOCH] = -1
 
@@ -93,8 +95,12 @@ class SlotTable:
         if len(plan.maps):
             slot, group, index = plan.maps[:, :3].long().unbind(1)
             self.tables[group, slot, index] = plan.maps[:, 3]
-        if len(plan.page_ops):
-            self._page_ops(on_host, kv)
+        if not on_host.moves:  # those of the others run beside the step
+            for kind, group, source, target in on_host.page_ops.tolist():
+                if kind == PageOp.COPY:
+                    kv.copy_page(group, source, target)
+                else:
+                    kv.poison_page(group, target)
         if len(plan.draft_ids):
             self._host_drafts(plan.draft_heads, plan.draft_ids, int(on_host.draft_heads[:, 3].max()))
 
@@ -111,6 +117,8 @@ class SlotTable:
             self.stops[plan.stops[:, 0].long(), plan.stops[:, 1].long()] = plan.stops[:, 2]
         if self.sums.shape[1]:
             self.sums.index_fill_(0, slots, 0.0)
+        if self.proposals is not None:
+            self.proposals.forget(slots)
         self._seat_biases(slots, plan.biases)
         self._seat_restrictions(slots, plan)
 
@@ -168,13 +176,6 @@ class SlotTable:
             self.bias_ids = torch.nn.functional.pad(self.bias_ids, (0, more))
             self.bias_values = torch.nn.functional.pad(self.bias_values, (0, more))
 
-    def _page_ops(self, on_host: PackedPlan[np.ndarray], kv: Paged) -> None:
-        for kind, group, source, target in on_host.page_ops.tolist():
-            if kind == PageOp.COPY:
-                kv.copy_page(group, source, target)
-            else:
-                kv.poison_page(group, target)
-
     def _host_drafts(self, heads: torch.Tensor, ids: torch.Tensor, longest: int) -> None:
         """A host proposal is late: where the ids confirmed since agree with its first ones, its rest is offered.
 
@@ -184,6 +185,8 @@ class SlotTable:
             log          ... at                  known                      limit - 1
         """
         slots, at, count = heads[:, 0].long(), heads[:, 2], heads[:, 3]
+        if self.proposals is not None:
+            self.proposals.forget(slots)
         known, limit, column = self.known[slots], self.ints[Int.LIMIT][slots], self.ints[:, slots]
         behind = known - at
         offsets = torch.arange(longest, device=self.device)

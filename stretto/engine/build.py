@@ -54,6 +54,7 @@ from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo
 from stretto.report import start_report
 from stretto.sample.custom import CustomProcessors, ProcessorError, Registry
+from stretto.sample.rejection import Proposals
 from stretto.spec.context import DrafterError, Target
 from stretto.spec.registry import drafter_sizes, make_drafter, make_host_drafter
 from stretto.text.gguf_file import GGUFError
@@ -99,8 +100,8 @@ def prepare_located(located: Located) -> Prepared:
     facts = gather_facts(located.path)
     target = Target(facts.model.name, located.path, facts.model.vocab_size, facts.model.hidden_size,
                     facts.model.n_layers, facts.model.context, located.tokenizer_path)
-    config, facts = _with_drafter(located.config, facts, target)
-    resolved = resolve(config, facts)
+    facts = _with_drafter(located.config, facts, target)
+    resolved = resolve(located.config, facts)
     return Prepared(located.path, located.tokenizer_path, facts, resolved, target,
                     {"resolve": time.perf_counter() - started})
 
@@ -114,18 +115,16 @@ def start_core(located: Located) -> EngineCore:
         raise StartFailed(str(e)) from e
 
 
-def _with_drafter(config: Config, facts: Facts, target: Target) -> tuple[Config, Facts]:
+def _with_drafter(config: Config, facts: Facts, target: Target) -> Facts:
     """What the drafter declares for this target. A block is proposed in one pass whatever is offered of it, so all of
-    it is, unless the configuration says otherwise."""
+    it may be, unless the configuration says otherwise."""
     asked, tokens = config.speculation.speculation, config.speculation.speculation_tokens
     if asked == "off":
-        return config, facts
+        return facts
     try:
-        sizes = drafter_sizes(asked, target)
-        if tokens is None and sizes.caps.shape == "block":
-            tokens = sizes.caps.max_width
-        usual = min(sizes.caps.max_width, DEFAULT_DRAFT_TOKENS)
-        sizes = drafter_sizes(asked, target, usual if tokens is None else tokens)
+        most = drafter_sizes(asked, target).caps
+        usual = most.max_width if most.shape == "block" else min(most.max_width, DEFAULT_DRAFT_TOKENS)
+        sizes = drafter_sizes(asked, target, usual if tokens == "auto" else tokens)
         if sizes.caps.where == "host":
             make_host_drafter(asked)  # its packages are missing now rather than after the weights are loaded
     except DrafterError as e:
@@ -133,11 +132,10 @@ def _with_drafter(config: Config, facts: Facts, target: Target) -> tuple[Config,
         raise ConfigError([refusal]) from e
     name = asked.partition(":")[0]
     groups = tuple(KVGroupFacts(window, values) for window, values in sizes.kv_groups)
-    found = DrafterFacts(name, sizes.caps, sizes.parameters, groups, sizes.tap_values)
+    found = DrafterFacts(name, sizes.caps, sizes.parameters, groups, sizes.tap_values, usual)
     if tokens == 0:  # it will not be loaded
         found = DrafterFacts(name, sizes.caps)
-    return (replace(config, speculation=replace(config.speculation, speculation_tokens=tokens)),
-            replace(facts, drafter=found))
+    return replace(facts, drafter=found)
 
 
 def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCore:
@@ -189,6 +187,8 @@ def make_runner(model: CausalModel, prepared: Prepared) -> tuple[Runner, Attenti
     kv = KVCache(model.layers, groups, [n - 1 for n in resolved.pages], resolved.page_size, model.dtype, model.device)
     table = SlotTable(resolved.max_num_seqs + 1, resolved.max_model_len, resolved.page_size, len(groups), model.device,
                       resolved.lookahead)
+    if resolved.config.speculation.acceptance_method == "rejection":
+        table.proposals = Proposals(len(table.log), resolved.speculation_tokens, model.vocab_size, model.device)
     table.custom = _processors(table, model.vocab_size, resolved)
     runner = Runner(model, backend, kv, table)
     if drafter is not None and drafter.caps.where == "device":

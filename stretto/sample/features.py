@@ -29,6 +29,9 @@ class Features:
     processors: frozenset[str] = frozenset()  # keys of custom ones
 
 
+SHORT = 8  # most tokens of a row of a short step: a decoded token, a verify window of up to seven drafts
+
+
 @dataclass(frozen=True)
 class StepShape:
     """All that decides which code a step runs and how large its tensors are, known on the host before it runs. Equal
@@ -39,6 +42,7 @@ class StepShape:
     logits: int | None  # sampled positions at most
     width: int  # most ids that a row can emit
     draft_width: int  # drafts to propose at the end of the step
+    short: bool = False  # no row feeds more than SHORT tokens
     sampled: bool = False
     filtered: bool = False
     penalised: bool = False
@@ -59,9 +63,9 @@ def step_shape(caps: list[int], rows: list[Features], draft_width: int, exact: b
     windows = [min(cap, 1 + f.speculation) for cap, f in zip(caps, rows, strict=True)]
     return StepShape(
         rows=len(rows), tokens=None if exact else sum(caps), logits=None if exact else sum(windows), width=max(windows),
-        draft_width=draft_width, sampled=any(f.sampled for f in rows), filtered=any(f.filtered for f in rows),
-        penalised=any(f.penalised for f in rows), biased=any(f.biased for f in rows),
-        restricted=any(f.restricted for f in rows),
+        draft_width=draft_width, short=max(caps) <= SHORT, sampled=any(f.sampled for f in rows),
+        filtered=any(f.filtered for f in rows), penalised=any(f.penalised for f in rows),
+        biased=any(f.biased for f in rows), restricted=any(f.restricted for f in rows),
         min_tokens=any(f.min_tokens for f in rows), alternatives=max(f.alternatives for f in rows),
         scores_prompt=any(f.scores_prompt for f in rows), pools=any(f.pools for f in rows), masked=masked,
         processors=in_order(custom))

@@ -37,6 +37,11 @@ def noise_keys(seed_low: torch.Tensor, seed_high: torch.Tensor, choice: torch.Te
     return mix(key + position.long() * _GOLDEN)
 
 
+def uniform(keys: torch.Tensor) -> torch.Tensor:
+    """keys [L] int64 -> float64 [L], strictly inside (0, 1)."""
+    return (_shift(mix(keys + _GOLDEN), 11).double() + 0.5) * 2.0**-53
+
+
 def gumbel(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """keys [L], ids [L, N] or [N] int64 (target token ids). Returns float32 noise [L, N], always finite.
 

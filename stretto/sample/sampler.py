@@ -15,8 +15,9 @@ from stretto.wire import Int, Real
 FIRST_CANDIDATES = 256  # best tokens looked at before the whole vocabulary is sorted
 
 
-def _keys(where: Positions) -> torch.Tensor:
-    return noise_keys(where.int(Int.SEED_LOW), where.int(Int.SEED_HIGH), where.int(Int.CHOICE), where.at)
+def keys_of(where: Positions, stream: int = TARGET_STREAM) -> torch.Tensor:
+    """Of the noise at each position, [L] int64."""
+    return noise_keys(where.int(Int.SEED_LOW), where.int(Int.SEED_HIGH), where.int(Int.CHOICE), where.at, stream)
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -32,7 +33,7 @@ def sample_all(logits: torch.Tensor, where: Positions) -> torch.Tensor:
     """Draws from softmax(logits / temperature). [L, V] -> [L] int64."""
     ids = torch.arange(logits.shape[1], device=logits.device)
     scaled = logits / where.real(Real.TEMPERATURE)[:, None]
-    return (scaled + gumbel(_keys(where), ids)).argmax(-1)
+    return (scaled + gumbel(keys_of(where), ids)).argmax(-1)
 
 
 def greedy_or_sampled(logits: torch.Tensor, where: Positions) -> torch.Tensor:
@@ -60,14 +61,43 @@ def sample_filtered(logits: torch.Tensor, where: Positions) -> torch.Tensor:
     return drawn
 
 
+def log_probabilities(logits: torch.Tensor, where: Positions, filtered: bool) -> torch.Tensor:
+    """What temperature and, if some position is `filtered`, top-k, top-p and min-p make of processed logits: [L, V]
+    float32, -inf for what cannot be drawn. Positions of temperature 0 have no meaning."""
+    temperature = where.real(Real.TEMPERATURE)
+    scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    if not filtered:
+        return scaled.log_softmax(-1)
+    vocab = logits.shape[1]
+    if vocab <= 2 * FIRST_CANDIDATES or logits.device.type != "cpu":
+        return _left(scaled, where, vocab)[0].log_softmax(-1)
+    left, complete = _left(scaled, where, FIRST_CANDIDATES)
+    if not bool(complete.all()):
+        rest = (~complete).nonzero().flatten()
+        left[rest] = _left(scaled[rest], where.take(rest), vocab)[0]
+    return left.log_softmax(-1)
+
+
+def _left(scaled: torch.Tensor, where: Positions, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """scaled, with -inf for all but those of the `candidates` best that may be drawn; and as `_draw`."""
+    best, ids = _best(scaled, candidates)
+    keep, complete = _kept(scaled, best, where)
+    kept = torch.where(keep, best, float("-inf"))
+    return torch.full_like(scaled, float("-inf")).scatter_(1, ids, kept), complete
+
+
+def _best(scaled: torch.Tensor, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best ones, best first, and their ids."""
+    if candidates == scaled.shape[1]:
+        return torch.sort(scaled, dim=-1, descending=True, stable=True)
+    return torch.topk(scaled, candidates, -1)
+
+
 def _draw(scaled: torch.Tensor, where: Positions, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws among the `candidates` best. Also says whether those hold every token that may be drawn."""
-    if candidates == scaled.shape[1]:
-        best, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    else:
-        best, ids = torch.topk(scaled, candidates, -1)
+    best, ids = _best(scaled, candidates)
     keep, complete = _kept(scaled, best, where)
-    noise = gumbel(_keys(where), ids)
+    noise = gumbel(keys_of(where), ids)
     winner = torch.where(keep, best + noise, float("-inf")).argmax(-1, keepdim=True)
     return ids.gather(1, winner).squeeze(1), complete
 

@@ -22,6 +22,7 @@ from stretto.sample.processors import (
     keep_allowed,
     penalise,
 )
+from stretto.sample.rejection import verify
 from stretto.sample.sampler import greedy, greedy_or_sampled, sample_all, sample_filtered
 from stretto.wire import Int, Real
 
@@ -94,6 +95,15 @@ def sample(logits: torch.Tensor, where: Positions, shape: StepShape) -> torch.Te
     if shape.filtered:
         ids = torch.where(kinds == 2, sample_filtered(logits, where), ids)
     return ids
+
+
+def choose(logits: torch.Tensor, where: Positions, step: RaggedStep, table: SlotTable,
+           shape: StepShape) -> torch.Tensor:
+    """The id of each logit row, [L] int64; a draft that equals its position's id is accepted. logits as in `sample`."""
+    sampled = sample(logits, where, shape)
+    if table.proposals is None or not shape.sampled or shape.width == 1:
+        return sampled
+    return verify(logits, sampled, where, step, table.log, table.proposals, shape.filtered)
 
 
 def _kinds(where: Positions) -> torch.Tensor:

@@ -22,7 +22,7 @@ class DrafterCaps:
     ingest: Literal["same_step", "lazy", "none"] = "none"
     kv: Literal["none", "own", "target_readonly"] = "none"
     lookahead: int = 0  # cells past the committed length that its fixed loop writes
-    q: Literal["point", "full"] = "point"  # what verify may assume of the proposal distribution
+    q: Literal["point", "full"] = "point"  # full: every id is drawn by `Choose`, so that its distribution is known
     where: Literal["device", "host"] = "device"
     seam: bool = False  # its cell p is made from the taps of position p-1: those of edges are kept for it (wire.Seam)
 
@@ -33,7 +33,6 @@ class Offer:
 
     ids: torch.Tensor  # [R, K] int64
     width: torch.Tensor  # [R] int32, 0..K
-    logits: torch.Tensor | None = None  # [R, K, V], of drafters with q "full"
 
 
 class SlotView(Protocol):
@@ -54,7 +53,8 @@ class SlotView(Protocol):
 
 class Choose(Protocol):
     """What a row's request would sample from a drafter's logits: same processors, temperature and noise as the target's
-    (so proposals are coupled with what the target will sample), greedy at temperature 0."""
+    (so proposals are coupled with what the target will sample; under rejection sampling, noise of their own), greedy at
+    temperature 0."""
 
     def __call__(self, logits: torch.Tensor, rows: torch.Tensor | None, offset: int) -> torch.Tensor:
         """logits [N, V] float32 over the target's ids, of the step's rows `rows` [N] int64 (None: all); for the log
