@@ -69,8 +69,11 @@ class TemplateReply:
 
     def _new_parser(self) -> Any:
         from transformers.utils.chat_parsing import ResponseParser
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
-        return ResponseParser(self._template, prefix=self._prompt, tools=self._tools)  # type: ignore[arg-type]
+        spec = load_response_template(self._template)
+        begun = spec.start_anchor_re.search(self._prompt) is not None  # else what users wrote would be read as answer
+        return ResponseParser(spec, prefix=self._prompt if begun else "", tools=self._tools)  # type: ignore[arg-type]
 
     def _prompted(self) -> Iterator[tuple[str, bool]]:
         """The regions that the prompt has opened, and whether nothing was said in them."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,15 @@ class Family(ToolTokenizer):
         self.chat_template = "{{ tools }} " + template
 
 
+class Harmony(Family):
+    """The prompt ends as gpt-oss' does."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return super().decode(ids, skip_special_tokens).replace("<|im_start|>assistant\n", "<|start|>assistant")
+
+
 LLAMA, MISTRAL, NAMED = Family("<|python_tag|>"), Family("[TOOL_CALLS] ["), Family("[TOOL_CALLS] [ARGS]")
-HARMONY, TAGS = Family("<|channel|> <|message|>"), Family("<think></think> <tool_call> <function=")
+HARMONY, TAGS = Harmony("<|channel|> <|message|>"), Family("<think></think> <tool_call> <function=")
 N12, N7 = {"name": "f", "arguments": '{"n": 12}'}, {"name": "f", "arguments": '{"n": 7}'}
 SAID: list[tuple[Family, str, dict[str, Any]]] = [
     (LLAMA, '{"name": "f", "parameters": {"n": 12}}; {"name": "f", "parameters": {"n": 7}}', {"tool_calls": [N12, N7]}),
@@ -219,7 +227,8 @@ def real(oracle: Oracle, tokenizer: ToolTokenizer | None = None, drafts: bool = 
     def core() -> EngineCore:
         made = make_core(
             oracle.model, drafter=NgramDrafter(3) if drafts else None, chunk=16, budget=48,
-            text=text_streams(tokenizer), eos_token_ids=frozenset({EOS}), grammars=grammars(tokenizer, oracle.model.vocab_size, [EOS]))
+            text=text_streams(tokenizer), eos_token_ids=frozenset({EOS}),
+            grammars=grammars(tokenizer, oracle.model.vocab_size, [EOS]))
         if cores is not None:
             cores.append(made)
         return made

@@ -197,6 +197,11 @@ def test_response_templates(template: Mapping, text: str, reasoning: str, conten
         assert theirs.get("content", "") == ours["content"]
 
 
+def test_a_prompt_without_the_anchor_is_not_read_as_the_answer():
+    said = "<|channel|>final<|message|>Yes."
+    assert read_template(HARMONY, [said], "say <|channel|>analysis<|message|>")["content"] == "Yes."
+
+
 @pytest.mark.parametrize(("text", "content", "calls"), [
     ("a<|call|>no json<|/call|>b", "ano json<|/call|>b", []), ("a<|call|>{}<|/call|>b", "a{}<|/call|>b", []),
     ('<|call|>{"name": "f"}<|/call|>a<|call|>{"name"', 'a{"name"', [["f", "{}"]]), ("a<|call|>", "a", []),

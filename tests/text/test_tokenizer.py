@@ -152,6 +152,17 @@ def test_template_can_be_replaced(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
+def test_the_response_template_is_read_and_checked(tmp_path):
+    declared = {"start_anchor": "<|im_start|>assistant\n", "fields": {"content": {}}}
+    folder = save(tmp_path, byte_level(), {"response_template": declared})
+    assert load_tokenizer(folder).response_template == oracle(folder).response_template == declared
+    assert load_tokenizer(folder, "another chat template").response_template is None
+    assert load_tokenizer(save(tmp_path, byte_level())).response_template is None
+    for broken in ({"fields": {"content": {}}}, {"start_anchor": "x", "fields": {"content": {"closes": "y"}}}, [1]):
+        with pytest.raises(TokenizerError, match=r"tokenizer_config\.json has a response_template that cannot be used"):
+            load_tokenizer(save(tmp_path, byte_level(), {"response_template": broken}))
+
+
 def test_missing_tokenizer_names_the_way_out(tmp_path):
     with pytest.raises(TokenizerError, match=r"no tokenizer\.json; it is part"):
         load_tokenizer(tmp_path)
