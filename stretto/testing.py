@@ -35,6 +35,7 @@ from stretto.engine.core import EngineCore
 from stretto.host.grammar import Grammars
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
+from stretto.host.rates import Rates
 from stretto.model.api import CausalModel
 from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo, Output, Request
@@ -62,6 +63,7 @@ class Setup:
     slots: int = 9
     context: int = 256
     poison: bool = True  # freed pages become unreadable
+    host_tokens: int = 0  # that host memory holds of every KV group; whatever it has is copied back
     rejection: bool = False  # drafts are verified by rejection sampling
     attention: str | None = None  # "torch" or "triton"; None: the one of the model's device
 
@@ -96,6 +98,16 @@ class Answer:
             self.cached = usage.cached_tokens
 
 
+class AlwaysCopy(Rates):
+    """For tests that must not depend on how fast a machine computes."""
+
+    def copying_pays(self, n_bytes: int, tokens: int, chunk: int) -> bool:
+        return True
+
+    def saving_pays(self, page_bytes: int, page_tokens: int) -> bool:
+        return True
+
+
 def greedy(n: int, **more) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=n, **more)
 
@@ -128,6 +140,10 @@ def make_engine(model: CausalModel, drafter: str | Drafter | None, target: Targe
         runner.adopt(make_drafter(named, runner.drafting.context(width, context, target)))
     elif not named:
         runner.adopt(drafter)  # type: ignore[arg-type]
+    if s.host_tokens:
+        counts = (-(-s.host_tokens // s.page_size),) * len(groups)
+        limits = {"host_pages": counts, "page_bytes": runner.keep_on_host(counts).page_bytes,
+                  "rates": AlwaysCopy()} | limits
     fields: dict[str, Any] = {
         "page_size": s.page_size, "pages": pages, "windows": tuple(g.window for g in groups), "max_slots": s.slots,
         "max_model_len": context, "width": width, "depth": int(s.overlap), "chunk": s.chunk, "budget": s.budget,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from stretto.attn.api import GroupSpec, LayerSpec
+from stretto.device.host_pages import HostPages
 from stretto.ops.kv_write import write_kv
+from stretto.wire import PageOp
 
 POISON = 3e4  # finite in every KV dtype, far from any real key or value
 
@@ -63,6 +65,10 @@ class KVCache:
             self.k[layer][page] = POISON
             self.v[layer][page] = POISON
 
+    def page_tensors(self, group: int) -> list[torch.Tensor]:
+        layers = self.groups[group].layers
+        return [self.k[layer] for layer in layers] + [self.v[layer] for layer in layers]
+
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
@@ -70,6 +76,11 @@ class KVCache:
 
 class Paged(Protocol):
     """Memory addressed by page numbers, which page operations must reach."""
+
+    def page_tensors(self, group: int) -> list[torch.Tensor]:
+        """All that belongs to the pages of a group, each tensor [pages + 1, ...]: what travels to host memory and
+        back."""
+        ...
 
     def copy_page(self, group: int, source: int, target: int) -> None: ...
 
@@ -81,6 +92,10 @@ class Pages:
 
     def __init__(self, *stores: Paged):
         self.stores = stores
+        self.host: HostPages | None = None
+
+    def page_tensors(self, group: int) -> list[torch.Tensor]:
+        return [tensor for store in self.stores for tensor in store.page_tensors(group)]
 
     def copy_page(self, group: int, source: int, target: int) -> None:
         for store in self.stores:
@@ -89,3 +104,33 @@ class Pages:
     def poison_page(self, group: int, page: int) -> None:
         for store in self.stores:
             store.poison_page(group, page)
+
+    def run(self, kind: int, ops: Sequence[tuple[int, int, int]]) -> None:
+        """Page operations of one kind, in order, as (group, source, target); see wire.PageOp."""
+        if kind in (PageOp.SAVE, PageOp.RESTORE):
+            for group, sources, targets in _batches(ops):
+                assert self.host is not None, "a plan saves pages, and there is no host memory for them"
+                move = self.host.save if kind == PageOp.SAVE else self.host.restore
+                move(group, sources, targets)
+            return
+        for group, source, target in ops:
+            if kind == PageOp.COPY:
+                self.copy_page(group, source, target)
+            else:
+                self.poison_page(group, target)
+
+
+def _batches(ops: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, list[int], list[int]]]:
+    """(group, sources, targets): operations of one group that stand together and write no target twice."""
+    sources: list[int] = []
+    targets: dict[int, None] = {}
+    of_group = -1
+    for group, source, target in ops:
+        if sources and (group != of_group or target in targets):
+            yield of_group, sources, list(targets)
+            sources, targets = [], {}
+        of_group = group
+        sources.append(source)
+        targets[target] = None
+    if sources:
+        yield of_group, sources, list(targets)

@@ -10,7 +10,7 @@ A plan with a late mask is run in two parts, `begin` and `end`: the mask is made
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,6 +19,7 @@ import torch
 
 from stretto.attn.api import AttentionBackend
 from stretto.device.drafting import Drafting
+from stretto.device.host_pages import HostPages
 from stretto.device.kv import KVCache, Pages
 from stretto.device.record import StepOutput, pack_body, pack_rows
 from stretto.device.slots import SlotTable
@@ -98,6 +99,12 @@ class Runner:
         self.drafter, self.tap_names = drafter, sorted(drafter.caps.taps) if drafter else []
         if drafter is not None:
             self.drafting.adopt(drafter)
+
+    def keep_on_host(self, counts: Sequence[int]) -> HostPages:
+        """Host memory for so many pages of each group. After `adopt`: what a drafter keeps beside pages travels too."""
+        tensors = [self.pages.page_tensors(group) for group in range(len(counts))]
+        self.pages.host = HostPages(tensors, counts, self.model.device)
+        return self.pages.host
 
     def step(self, packed: np.ndarray) -> StepOutput:
         """One step without a late mask. Its body is on the device; nothing waits for it here."""

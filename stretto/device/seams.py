@@ -50,6 +50,9 @@ class Seams:
                 self.of_page[name][page] = taps[name][ends] if self.exact else taps[name]
 
     # ------------------------------------------------------------------------------------------- with its page's KV
+    def page_tensors(self, group: int) -> list[torch.Tensor]:
+        return list(self.of_page.values()) if group == 0 else []
+
     def copy_page(self, group: int, source: int, target: int) -> None:
         if group == 0:
             for pages in self.of_page.values():

@@ -12,23 +12,33 @@ A plan with a late mask starts at `launch` and samples after `mask`; in between 
 
                 step stream   | step N            | forward N+1 ...... | rest of N+1 |
                 host          plan N+1, launch it | collect N, mask N+1 ^
+
+Pages move between device and host memory on a stream of their own, in the order of the plans. What a plan moves begins
+after the steps before it; a step waits for the moves of the plan that it names as its fence, and for no others:
+
+                step stream   | step N-1 | step N   | step N+1 | step N+2, fence N  |
+                page stream              | moves of N .........| moves of N+1 ..........
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from stretto.device.graphs import GraphExecutor
+from stretto.device.kv import Pages
 from stretto.device.record import StepOutput
 from stretto.device.runner import HalfStep, Runner
 from stretto.sample.features import StepShape
+from stretto.wire import HEADER, Moved, PackedPlan, PageOp, split_plan, with_times
 
 LARGEST_GRAPH = 4096  # packed tokens; above it kernels run so long that launching them one by one costs nothing
 
@@ -55,6 +65,87 @@ class DeviceHalf(Protocol):
     def close(self) -> None: ...
 
 
+def _runs(plan: PackedPlan[np.ndarray]) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
+    """Page operations of one kind that stand together, as (group, source, target)."""
+    for kind, ops in groupby(plan.page_ops.tolist(), key=lambda op: op[0]):
+        yield kind, [(group, source, target) for _, group, source, target in ops]
+
+
+class CpuMoves:
+    """Moves pages at once. Device and host memory are the same here; what is copied when is as on a GPU."""
+
+    def __init__(self, pages: Pages):
+        self.pages = pages
+        self._done: list[Moved] = []
+        self._began = 0.0
+
+    def before(self, packed: np.ndarray) -> None:
+        """A plan's moves. Call it before the plan's step; the step is timed from here."""
+        plan = split_plan(packed[:HEADER], packed)
+        if plan.moves:
+            seconds: Counter[int] = Counter()
+            for kind, ops in _runs(plan):
+                began = time.perf_counter()
+                self.pages.run(kind, ops)
+                seconds[kind] += time.perf_counter() - began  # type: ignore[assignment]
+            self._done.append(Moved(plan.seq, seconds[PageOp.SAVE], seconds[PageOp.RESTORE]))
+        self._began = time.perf_counter()
+
+    def after(self, result: np.ndarray) -> np.ndarray:
+        """The packed result of the step, with what `before` and the step took."""
+        done, self._done = self._done, []
+        return with_times(result, time.perf_counter() - self._began, done)
+
+
+class CudaMoves:
+    """Moves pages on a stream beside the steps."""
+
+    def __init__(self, pages: Pages, steps: torch.cuda.Stream, device: torch.device):
+        self.pages, self.steps, self.stream = pages, steps, torch.cuda.Stream(device)
+        self._under_way: deque[tuple[int, list[tuple[int, torch.cuda.Event, torch.cuda.Event]]]] = deque()
+
+    def before(self, packed: np.ndarray) -> torch.cuda.Event:
+        """Enqueues a plan's moves, and lets the plan's step wait for its fence. Returns the event of the step's
+        begin."""
+        plan = split_plan(packed[:HEADER], packed)
+        if plan.moves:
+            self._enqueue(plan)
+        awaited = [timed[-1][2] for seq, timed in self._under_way if seq <= plan.fence]
+        if awaited:
+            self.steps.wait_event(awaited[-1])
+        began = torch.cuda.Event(enable_timing=True)
+        began.record(self.steps)
+        return began
+
+    def _enqueue(self, plan: PackedPlan[np.ndarray]) -> None:
+        timed = []
+        self.stream.wait_stream(self.steps)
+        with torch.cuda.stream(self.stream), torch.inference_mode():
+            for kind, ops in _runs(plan):
+                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                began.record()
+                self.pages.run(kind, ops)
+                ended.record()
+                timed.append((kind, began, ended))
+        self._under_way.append((plan.seq, timed))
+
+    def done(self) -> list[Moved]:
+        """Plans whose moves are done, and were not told before. Waits for nothing."""
+        done = []
+        while self._under_way and self._under_way[0][1][-1][2].query():
+            seq, timed = self._under_way.popleft()
+            seconds: Counter[int] = Counter()
+            for kind, began, ended in timed:
+                seconds[kind] += began.elapsed_time(ended) / 1e3  # type: ignore[assignment]
+            done.append(Moved(seq, seconds[PageOp.SAVE], seconds[PageOp.RESTORE]))
+        return done
+
+    def close(self) -> None:
+        self.stream.synchronize()
+        if self.pages.host is not None:
+            self.pages.host.close()
+
+
 class InlineDevice:
     """Runs each step at launch, on the caller's thread. For debugging and tests."""
 
@@ -62,8 +153,11 @@ class InlineDevice:
         self.runner = runner
         self.results: deque[np.ndarray] = deque()
         self.half: HalfStep | None = None
+        self.moves = CpuMoves(runner.pages) if runner.pages.host is not None else None
 
     def launch(self, packed: np.ndarray) -> None:
+        if self.moves is not None:
+            self.moves.before(packed)
         output = self.runner.begin(packed)
         if isinstance(output, HalfStep):
             self.half = output
@@ -76,7 +170,8 @@ class InlineDevice:
         self._keep(self.runner.end(half, packed))
 
     def _keep(self, output: StepOutput) -> None:
-        self.results.append(output.packed(output.body.cpu().numpy()))
+        result = output.packed(output.body.cpu().numpy())
+        self.results.append(result if self.moves is None else self.moves.after(result))
 
     def collect(self) -> np.ndarray:
         return self.results.popleft()
@@ -96,6 +191,7 @@ class ThreadDevice:
         self.plans: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
         self.masks: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
         self.results: queue.SimpleQueue[np.ndarray | BaseException] = queue.SimpleQueue()
+        self.moves = CpuMoves(runner.pages) if runner.pages.host is not None else None
         threads = torch.get_num_threads()
         self.thread = threading.Thread(target=self._run, args=(threads,), name="stretto-device", daemon=True)
         self.thread.start()
@@ -104,12 +200,18 @@ class ThreadDevice:
         torch.set_num_threads(threads)  # a new thread starts with its own count
         while (packed := self.plans.get()) is not None:
             try:
-                output = self.runner.begin(packed)
-                if isinstance(output, HalfStep):
-                    output = self.runner.end(output, self.masks.get())
-                self.results.put(output.packed(output.body.numpy()))
+                self.results.put(self._step(packed))
             except BaseException as e:  # handed to the caller, who waits for this result
                 self.results.put(e)
+
+    def _step(self, packed: np.ndarray) -> np.ndarray:
+        if self.moves is not None:
+            self.moves.before(packed)
+        output = self.runner.begin(packed)
+        if isinstance(output, HalfStep):
+            output = self.runner.end(output, self.masks.get())
+        result = output.packed(output.body.numpy())
+        return result if self.moves is None else self.moves.after(result)
 
     def launch(self, packed: np.ndarray) -> None:
         self.plans.put(packed)
@@ -143,6 +245,8 @@ class CudaDevice:
             runner.execute, runner.halve = self.graphs, self.graphs.halve
         self.in_flight: deque[tuple[StepOutput, torch.Tensor, tuple[torch.Tensor, ...], torch.cuda.Event]] = deque()
         self.half: tuple[HalfStep, torch.Tensor] | None = None
+        self.moves = CudaMoves(runner.pages, self.steps, device) if runner.pages.host is not None else None
+        self.timed: deque[tuple[torch.cuda.Event, torch.cuda.Event] | None] = deque()  # as `in_flight`, with `moves`
 
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         with torch.cuda.stream(self.steps), torch.inference_mode():
@@ -150,12 +254,13 @@ class CudaDevice:
 
     def launch(self, packed: np.ndarray) -> None:
         pinned = torch.from_numpy(packed).pin_memory()
+        began = self.moves.before(packed) if self.moves is not None else None
         with torch.cuda.stream(self.steps):
             output = self.runner.begin(pinned.numpy())
         if isinstance(output, HalfStep):
             self.half = output, pinned
         else:
-            self._send_home(output, (pinned,))
+            self._send_home(output, (pinned,), began)
 
     def mask(self, packed: np.ndarray) -> None:
         assert self.half is not None, "no plan waits for a mask"
@@ -165,7 +270,13 @@ class CudaDevice:
             output = self.runner.end(half, pinned.numpy())
         self._send_home(output, (plan, pinned))
 
-    def _send_home(self, output: StepOutput, pinned: tuple[torch.Tensor, ...]) -> None:
+    def _send_home(self, output: StepOutput, pinned: tuple[torch.Tensor, ...],
+                   began: torch.cuda.Event | None = None) -> None:
+        """`began`: of a step whose time is measured; that of one which waits for a mask is not."""
+        if began is not None:
+            ended = torch.cuda.Event(enable_timing=True)
+            ended.record(self.steps)
+        self.timed.append((began, ended) if began is not None else None)
         self.copies.wait_stream(self.steps)
         with torch.cuda.stream(self.copies):
             on_host = torch.empty(output.body.shape, dtype=output.body.dtype, pin_memory=True)
@@ -178,16 +289,21 @@ class CudaDevice:
     def collect(self) -> np.ndarray:
         output, on_host, _, done = self.in_flight.popleft()
         done.synchronize()
-        return output.packed(on_host.numpy())
+        result, timed = output.packed(on_host.numpy()), self.timed.popleft()
+        if self.moves is None:
+            return result
+        return with_times(result, timed[0].elapsed_time(timed[1]) / 1e3 if timed else 0.0, self.moves.done())
 
     def close(self) -> None:
         self.in_flight.clear()
+        if self.moves is not None:
+            self.moves.close()
         self.steps.synchronize()
         self.copies.synchronize()
 
 
-def make_device(runner: Runner, overlap: bool) -> DeviceHalf:
-    """The device half for the runner's device."""
+def make_device(runner: Runner, overlap: bool, graphs: bool = True) -> DeviceHalf:
+    """The device half for the runner's device. `graphs`: of CUDA, where there is one."""
     if runner.model.device.type == "cuda":
-        return CudaDevice(runner, runner.model.device)
+        return CudaDevice(runner, runner.model.device, graphs)
     return ThreadDevice(runner) if overlap else InlineDevice(runner)

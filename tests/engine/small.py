@@ -23,6 +23,7 @@ from stretto.model.load import load_model
 from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo, Output, Request
 from stretto.spec.api import Drafter
+from stretto.testing import AlwaysCopy
 
 VOCAB, CONTEXT, MARGIN = 300, 256, 1e-3
 
@@ -110,8 +111,9 @@ def make_core(model: CausalModel, *, page_size: int = 16, pool_tokens: int = 409
               drafter: Drafter | None = None, slots: int = 9, text=None, grammars: Grammars | None = None,
               host_drafter: HostDrafter | None = None, host_width: int = 4,
               poison: bool = False,
-              window_pages: int | None = None, **limits) -> EngineCore:
-    """An engine whose pool holds `pool_tokens` in every group. Freed pages are unreadable where `poison` is set."""
+              window_pages: int | None = None, host_tokens: int = 0, **limits) -> EngineCore:
+    """An engine whose pool holds `pool_tokens` in every group. Freed pages are unreadable where `poison` is set. Host
+    memory holds `host_tokens` of each group, and whatever it has is copied back."""
     groups = group_layers(model.layers)
     full = -(-pool_tokens // page_size)
     pages = tuple(full if g.window is None or window_pages is None else window_pages for g in groups)
@@ -119,10 +121,14 @@ def make_core(model: CausalModel, *, page_size: int = 16, pool_tokens: int = 409
     context = min(CONTEXT, model.max_position)
     table = SlotTable(slots, context, page_size, len(groups), model.device)
     width = drafter.caps.max_width if drafter else host_width if host_drafter else 0
+    runner = Runner(model, TorchRagged(), kv, table, drafter)
+    if host_tokens:
+        counts = tuple(-(-host_tokens // page_size) for _ in groups)
+        limits = {"host_pages": counts, "page_bytes": runner.keep_on_host(counts).page_bytes,
+                  "rates": AlwaysCopy()} | limits
     host = HostLimits(page_size=page_size, pages=pages, windows=tuple(g.window for g in groups), max_slots=slots,
                       max_model_len=context, width=width, depth=int(overlap), poison=poison, drafter=host_drafter,
                       lookahead=drafter.caps.lookahead if drafter else 0, **{"seeds": random.Random(0)} | limits)
-    runner = Runner(model, TorchRagged(), kv, table, drafter)
     info = EngineInfo(model_name="tiny", vocab_size=model.vocab_size, max_model_len=context, max_num_seqs=slots - 1,
                       kv_tokens=host.kv_tokens, eos_token_ids=sorted(host.eos_token_ids), speculation_tokens=width)
     return EngineCore(HostHalf(host, text, grammars), make_device(runner, overlap), info, int(overlap))
