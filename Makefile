@@ -4,7 +4,7 @@
 #   make test        the quick suite, under 15 minutes on two cores
 #   make test-all    the quick suite, then the whole products (tests marked `full`)
 #   make check       everything a change must pass: linters, types, the quick suite
-#   make docs        write docs/support.md from what components declare
+#   make docs        write docs/matrix.md from what tests prove and components declare
 #   make format      let ruff sort imports and repair what it can
 #   make setup       only the environment; `make clean` removes it
 #
@@ -74,7 +74,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 docs: $(STAMP)
-	TRITON_INTERPRET=0 $(BIN)/python -m stretto.cli.support > docs/support.md.new && mv docs/support.md.new docs/support.md
+	TRITON_INTERPRET=0 $(BIN)/stretto matrix --write
 	$(BIN)/python -m stretto.model.table docs/models.md
 
 format: $(STAMP)

@@ -7,3 +7,5 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+pytest_plugins = ["tests.proofs"]

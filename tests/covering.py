@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Cell = dict[str, Any]
@@ -14,14 +14,20 @@ def full_product(options: Mapping[str, Sequence[Any]]) -> list[Cell]:
     return [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
 
 
-def pairwise(options: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Cell]:
-    """Greedy: each cell is the best of a few random ones at covering pairs that no earlier cell has."""
+def pairwise(options: Mapping[str, Sequence[Any]], seed: int = 0,
+             allowed: Callable[[Cell], bool] = lambda cell: True) -> list[Cell]:
+    """Greedy: each cell is the best of a few random ones at covering pairs that no earlier cell has. `allowed`: which
+    cells there are, also asked of cells that hold two options only; every pair it allows can be made whole."""
     rng, names = random.Random(seed), list(options)
-    left = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in options[a] for y in options[b]}
+    left = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in options[a] for y in options[b]
+            if allowed({a: x, b: y})}
     cells: list[Cell] = []
     while left:
         a, x, b, y = min(left, key=repr)
-        candidates = [{n: rng.choice(list(options[n])) for n in names} | {a: x, b: y} for _ in range(40)]
+        candidates: list[Cell] = []
+        while len(candidates) < 40:
+            cell = {n: rng.choice(list(options[n])) for n in names} | {a: x, b: y}
+            candidates += [cell] * allowed(cell)
         best = max(candidates, key=lambda cell: len(_pairs(cell, names) & left))
         left -= _pairs(best, names)
         cells.append(best)

@@ -38,6 +38,7 @@ def build_app() -> App:
                 help="Show the configuration that `serve` would run, with the reason for every value.")
     app.command("stretto.cli.doctor:doctor", name="doctor", help="Check this machine, and a model if one is named.")
     app.command("stretto.cli.verify:parity", name="parity", help="Do two configurations give the same text?")
+    app.command("stretto.cli.matrix:matrix", name="matrix", help="What works with what, and which test shows it.")
     app.command("stretto.cli.verify:soak", name="soak",
                 help="Random clients on a small pool, every answer checked by replay.")
     bench = App(name="bench", help="Measure speed, against other engines where asked.")

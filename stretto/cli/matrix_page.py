@@ -1,8 +1,9 @@
-"""docs/support.md, written from what components declare: `make docs`. A test compares the two."""
+"""docs/matrix.md: what tests prove of features together (`stretto.matrix`), and what components declare."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from string import ascii_uppercase
 
 from stretto.attn.api import AttnCaps, LayerSpec
 from stretto.attn.torch_ragged import TorchRagged
@@ -16,6 +17,7 @@ from stretto.compat import (
     engine_component,
     model_taps,
 )
+from stretto.matrix import Matrix
 from stretto.spec.registry import BUILT_IN, DrafterError
 
 HEAD_DIMS = (8, 64, 80, 96, 128, 256, 512)
@@ -23,23 +25,63 @@ PAGE_SIZES = (1, 16, 64, 256)
 
 HEAD = """# What works with what
 
-This page is written from what the components declare (`make docs`); start-up compares the same declarations. Anything
-that is "no" here is refused at start-up, with the names of both sides.
+This page is written by `stretto matrix --write`, from what tests prove and what components declare; a test compares it
+with both. `stretto matrix FEATURE FEATURE` prints one cell.
 
-Everything that the scheduler does (prompt chunks in steps with running sequences, one step in flight, prefix caching,
-retraction, every sampling parameter, grammars, log-probabilities of prompts and answers, n choices) works with every
-backend and every drafter: rows differ in their numbers only, so there is nothing to declare.
+## Features with features
+
+The number in a cell is that of a test below in which both features happened, to the same requests, and every answer
+was what a plain forward pass over its text gives. A test that declares a feature counts it while it runs, and fails
+where it did not happen. A letter is a refusal. A dash: one of the two at a time. On the diagonal: that it works at all.
+Tests in tests/gpu need a CUDA device.
+"""
+
+LEGEND = """## Components
+
+Start-up compares what follows; anything that is "no" here is refused at start-up, with the names of both sides.
 """
 
 
-def support_document() -> str:
+def matrix_page(matrix: Matrix) -> str:
     """The whole page, as Markdown."""
     from stretto.attn.triton_ragged import TritonRagged
 
     backends = {"torch": TorchRagged.caps, "triton": TritonRagged.caps}
-    return "\n".join([HEAD, "## Attention backends\n", *_attention(backends), "", "## Drafters\n", *_drafters(), ""])
+    return "\n".join([HEAD, *_features(matrix), "", *_refusals(matrix), "### Proofs\n", *_proofs(matrix), "", LEGEND,
+                      "### Attention backends\n", *_attention(backends), "", "### Drafters\n", *_drafters(), ""])
 
 
+# ------------------------------------------------------------------------------------------------------------ features
+def _features(matrix: Matrix) -> list[str]:
+    """The lower half of the table: a row names its columns' features by number."""
+    names = [feature.name for feature in matrix.features]
+    proofs = {proof.test: str(number) for number, proof in enumerate(matrix.proofs, 1)}
+    letters = {sentence: letter for sentence, letter in zip(_sentences(matrix), ascii_uppercase)}
+    marks = {"one at a time": "–", "untested": "?"}
+    rows = []
+    for at, name in enumerate(names):
+        cells = [matrix.cell(name, other) for other in names[: at + 1]]
+        told = [proofs[c.says] if c.state == "yes" else letters[c.says] if c.state == "refused" else marks[c.state]
+                for c in cells]
+        rows.append([f"{at + 1} {name}", *told, *[""] * (len(names) - at - 1)])
+    return [*_table(["", *(str(at + 1) for at in range(len(names)))], rows), "",
+            *_table(["feature", "a test has seen"], [[f.name, f.shown] for f in matrix.features])]
+
+
+def _sentences(matrix: Matrix) -> list[str]:
+    return list(dict.fromkeys(refusal.sentence for refusal in matrix.refusals))
+
+
+def _refusals(matrix: Matrix) -> list[str]:
+    return [f"- {letter}: refused, with the words: {sentence}"
+            for sentence, letter in zip(_sentences(matrix), ascii_uppercase)] + [""]
+
+
+def _proofs(matrix: Matrix) -> list[str]:
+    return [f"{number}. `{proof.test}`: {', '.join(proof.features)}" for number, proof in enumerate(matrix.proofs, 1)]
+
+
+# ---------------------------------------------------------------------------------------------------------- components
 def _attention(backends: dict[str, AttnCaps]) -> list[str]:
     components = [attention_component(name, caps) for name, caps in backends.items()]
     features: dict[str, Feature] = {}
@@ -88,6 +130,3 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
 
-
-if __name__ == "__main__":
-    print(support_document(), end="")

@@ -1,0 +1,305 @@
+"""One run of the engine in which many features meet on the same requests, and what it proves.
+
+    before      a plain request on the stem that the others share
+    f0 f1 f2    with everything that the cell asks of a request; f1 is retracted, f2 is aborted, where the cell says so
+    f3          the same, with a longer prompt that arrives in chunks while f0 answers
+    turns       of sessions: f0..f3 are first turns; each is followed by a second one
+    after       f0's prompt once more, without a session: finds what f0 computed
+
+Every answer is checked by `replay_oracle`. Each feature of the cell is shown by a count of what happened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import transformers
+from msgspec.structs import replace
+from safetensors.torch import load_file
+
+from stretto.bench.tiny import write_tiny
+from stretto.engine.core import EngineCore
+from stretto.host.grammar import Grammars
+from stretto.model.api import CausalModel
+from stretto.model.load import load_model
+from stretto.params import Grammar, SamplingParams
+from stretto.protocol import CloseSession, GetSession, Output, Request, SessionTurn
+from stretto.spec.context import Target
+from stretto.testing import Setup, make_engine, target_of
+from stretto.text.grammar import vocabulary
+from stretto.text.stream import IncrementalText
+from tests.engine.replay_oracle import TOLERANCE, Replay
+from tests.serve.fakes import EOS, ByteTokenizer
+
+VOCAB, CONTEXT, NEW, WINDOW, CHUNK = 300, 640, 24, 16, 8
+LETTERS = range(ord("a"), ord("f") + 1)
+WORD = Grammar("regex", f"[a-f]{{{NEW}}}")
+SEED = 77
+DRAFTERS = ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp", "dflash", "dspark")
+
+
+@dataclass(frozen=True)
+class Lab:
+    """The tiny model in one dtype, the names of its drafters, and transformers' form of it."""
+
+    model: CausalModel
+    target: Target
+    drafters: dict[str, str]
+    reference: transformers.PreTrainedModel
+
+
+def make_lab(folder: Path, window: bool, dtype: str, device: str = "cpu") -> Lab:
+    tiny = write_tiny(folder, WINDOW if window else None, VOCAB, CONTEXT)
+    model = load_model(tiny.path, dtype=getattr(torch, dtype), device=torch.device(device))
+    config = json.loads((tiny.path / "config.json").read_text()) | {"model_type": "qwen2"}
+    made = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**config)).eval()
+    tensors = load_file(tiny.path / "model.safetensors")
+    kept = {name: t.to(getattr(torch, dtype)).float() for name, t in tensors.items() if "mtp_layers" not in name}
+    made.load_state_dict(kept)
+    return Lab(model, target_of(model, tiny.path, "tiny"), tiny.drafters | {"suffix": "suffix"}, made)
+
+
+@dataclass
+class Asked:
+    """A request, and what came back by choice."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    outputs: dict[int, list[Output]] = field(default_factory=dict)
+    aborted: bool = False
+
+    def ids(self, choice: int = 0) -> list[int]:
+        return [i for output in self.outputs.get(choice, []) for i in output.token_ids]
+
+    @property
+    def answering(self) -> bool:
+        """It has delivered something, and goes on."""
+        return bool(self.ids()) and self.outputs[0][-1].finish_reason is None
+
+
+class MatrixRun:
+    """`features`: names of `stretto.matrix.FEATURES` that are on."""
+
+    def __init__(self, lab: Lab, features: frozenset[str]):
+        self.lab, self.on = lab, features
+        self.page = next(int(name.split()[-1]) for name in features if name.startswith("page size"))
+        self.drafter = next((name.split()[-1] for name in features if name.startswith("drafter")), None)
+        self.session = next((name.split()[-1] for name in features if name.startswith("session")), None)
+        dtype = next(name for name in TOLERANCE if name in features)
+        self.replay = Replay(lab.reference, TOLERANCE[dtype])
+        self.core = self._engine()
+        self.asked: dict[str, Asked] = {}
+        self.histories: dict[str, list[int]] = {}
+        self.slid, self.most_pages, self.inherited, self.turns = 0, 0, 0, 0
+        self._watch()
+
+    def _engine(self) -> EngineCore:
+        tokenizer = ByteTokenizer()
+        attention = "triton" if "attention triton" in self.on else "torch"
+        setup = Setup(width=4, page_size=self.page, pool_tokens=16 * max(self.page, 256), chunk=CHUNK, budget=64,
+                      mixed="mixed chunk" in self.on, overlap="overlap" in self.on, slots=13, context=CONTEXT,
+                      prefix_cache="prefix cache" in self.on, attention=attention)
+        return make_engine(self.lab.model, self.lab.drafters[self.drafter] if self.drafter else None, self.lab.target,
+                           setup, Grammars(partial(vocabulary, tokenizer, VOCAB, [EOS]), VOCAB), frozenset({EOS}),
+                           partial(IncrementalText.for_request, tokenizer))
+
+    def _watch(self) -> None:
+        slide: Callable = self.core.host.ledger.slide
+
+        def watched(lease):
+            gone = slide(lease)
+            self.slid += len(gone)
+            return gone
+        self.core.host.ledger.slide = watched  # type: ignore[method-assign]
+        self.core.trace(100_000)
+
+    # --------------------------------------------------------------------------------------------------- what is asked
+    def sampling(self, **more) -> SamplingParams:
+        on, fields = self.on, dict(temperature=0.0, max_tokens=NEW, ignore_eos=True)
+        if "seed" in on:
+            fields |= dict(temperature=0.9, seed=SEED)
+        if "penalties" in on:
+            fields |= dict(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.6)
+        if "logprobs" in on:
+            fields |= dict(logprobs=3)
+        if "prompt logprobs" in on:
+            fields |= dict(prompt_logprobs=2)
+        if "grammar" in on:
+            fields |= dict(grammar=WORD, max_tokens=2 * NEW)
+        if "n > 1" in on:
+            fields |= dict(n=2)
+        return SamplingParams(**fields | more)
+
+    def submit(self, rid: str, tokens: list[int], sampling: SamplingParams, sid: str | None = None) -> None:
+        """`tokens`: what is new; the history goes before it where there is a session."""
+        whole = self.histories.get(sid or "", []) + tokens
+        order = None
+        if sid is not None:
+            order = SessionTurn(sid=sid, mode=self.session)  # type: ignore[arg-type]
+        sent = tokens if self.session == "append" and sid else whole
+        self.asked[rid] = Asked(whole, sampling)
+        self.core.submit(Request(rid=rid, tokens=sent, sampling=sampling, session=order,
+                                 want_text="streaming" in self.on))
+
+    def step(self) -> None:
+        self.note(self.core.step())
+        gauges = self.core.host.stats()[1]
+        self.most_pages = max(self.most_pages, int(gauges["pages_used_0"]))
+
+    def note(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            self.asked[output.rid].outputs.setdefault(output.index, []).append(output)
+
+    def until(self, ready: Callable[[], bool], most: int = 3000) -> None:
+        for _ in range(most):
+            if ready():
+                return
+            self.step()
+        raise AssertionError("nothing comes of it")
+
+    # ------------------------------------------------------------------------------------------------------- the run
+    def run(self) -> None:
+        stem = ([7, 3, 250, 9, 12, 40, 41] * (self.page // 7 + 7))[: self.page + 24]
+        scored = "prompt logprobs" in self.on  # then nothing of a prompt may be taken from the cache
+        self.submit("before", [1, *stem] if scored else stem, SamplingParams(temperature=0.0, max_tokens=4))
+        self.until(lambda: not self.core.has_work)
+        for i in range(3):
+            self.submit(f"f{i}", [*stem, 20 + i, 7, 3, 60 + i], self.sampling(), self.sid(i))
+        self.until(lambda: self.asked["f0"].answering)
+        self.submit("f3", [*stem, *range(100, 140)], self.sampling(), self.sid(3))
+        if "retraction" in self.on:
+            self.until(lambda: self.asked["f1"].answering)
+            self.retract("f1")
+        if "abort" in self.on:
+            self.until(lambda: self.asked["f2"].answering)
+            self.asked["f2"].aborted = True
+            self.note(self.core.abort("f2"))
+        self.until(lambda: not self.core.has_work)
+        if self.session:
+            self.second_turns()
+        self.submit("after", self.asked["f0"].prompt, replace(self.sampling(), prompt_logprobs=None))
+        self.until(lambda: not self.core.has_work)
+        self.end()
+
+    def sid(self, i: int) -> str | None:
+        return f"s{i}" if self.session else None
+
+    def retract(self, rid: str) -> None:
+        """As for want of pages, at a moment of the test's choice."""
+        host = self.core.host
+        for turn in list(host.slots.running):
+            if turn.job.request.rid == rid:
+                host.planner._retract(turn)
+
+    def second_turns(self) -> None:
+        for i in range(4):
+            first = self.asked[f"f{i}"]
+            if not first.aborted:  # its session is as if it had not been
+                self.histories[f"s{i}"] = first.prompt + first.ids()
+            new = first.prompt if first.aborted else [90 + i, 5, 17]
+            self.submit(f"g{i}", new, self.sampling(), f"s{i}")
+        self.until(lambda: not self.core.has_work)
+        for i in range(4):
+            history, usage = self.histories.get(f"s{i}", []), self.asked[f"g{i}"].outputs[0][-1].usage
+            assert usage is not None and usage.prompt_tokens == len(self.asked[f"g{i}"].prompt)
+            if history and not (self.session == "tag" and "prompt logprobs" in self.on):
+                # a grammar ends a turn on the host, when a step in flight may have fed its last id
+                assert len(history) - 1 <= usage.cached_tokens <= len(history), (usage, len(history))
+                self.inherited += usage.cached_tokens
+        infos = {info.id: info for info in self.core.manage(GetSession())[0]}
+        assert all(infos[f"s{i}"].turns == (1 if self.asked[f"f{i}"].aborted else 2) for i in range(4))
+        self.turns = sum(info.turns for info in infos.values())
+
+    def end(self) -> None:
+        """Sessions closed, no page may be held; then every answer is checked."""
+        for i in range(4 if self.session else 0):
+            self.core.manage(CloseSession(f"s{i}"))
+        self.core.host.audit()
+        gauges = self.core.host.stats()[1]
+        assert not any(value for name, value in gauges.items() if name.startswith("pages_used")), gauges
+        self.core.close()
+        for rid, asked in self.asked.items():
+            self.check(rid, asked)
+
+    def check(self, rid: str, asked: Asked) -> None:
+        sampling = asked.sampling
+        assert len(asked.outputs) == sampling.n
+        for choice, outputs in asked.outputs.items():
+            ids, last = asked.ids(choice), outputs[-1]
+            if asked.aborted:
+                assert last.finish_reason == "abort" and len(ids) < NEW
+            else:
+                bound = sampling.grammar is not None
+                assert last.finish_reason == ("stop" if bound else "length"), (rid, last)
+                assert len(ids) == (NEW if bound else sampling.max_tokens)
+            scores = None if sampling.logprobs is None else [s for o in outputs for s in o.logprobs or []]
+            prompt_scores = [s for o in outputs for s in o.prompt_logprobs or []]
+            self.replay.check(asked.prompt, ids, sampling, choice, scores, prompt_scores or None,
+                              None if sampling.grammar is None else lambda place: LETTERS)
+            assert bool(prompt_scores) == (sampling.prompt_logprobs is not None and choice == 0), rid
+
+    # -------------------------------------------------------------------------------------------------- what it proves
+    @property
+    def focus(self) -> list[Asked]:
+        """The requests that have every feature of the cell."""
+        return [asked for rid, asked in self.asked.items() if rid[0] in "fg"]
+
+    def counter(self, name: str) -> int:
+        return int(self.core.stats().counters[name])
+
+    def usages(self, column: str) -> int:
+        last = [outputs[-1].usage for asked in self.focus for outputs in asked.outputs.values()]
+        return sum(getattr(usage, column) for usage in last if usage is not None)
+
+    def pages(self) -> int:
+        """Most pages held at a time, where every prompt needs several."""
+        several = min(len(asked.prompt) for asked in self.focus) > self.page == self.core.host.limits.page_size
+        return self.most_pages if several else 0
+
+    def pieces(self) -> int:
+        """Pieces of text beyond the first of each choice; all of them must be the text of all tokens."""
+        pieces, tokenizer = 0, ByteTokenizer()
+        for asked in self.focus:
+            for choice, outputs in asked.outputs.items():
+                if not asked.aborted:
+                    assert "".join(output.text for output in outputs) == tokenizer.decode(asked.ids(choice))
+                pieces += sum(bool(output.text) for output in outputs) - 1
+        return pieces
+
+
+def overlapped(core: EngineCore) -> int:
+    """Steps that were launched before the result of the step before them was collected, of a traced engine."""
+    records = core.trace(0)
+    return sum(later.launched < earlier.collected for earlier, later in pairwise(records))
+
+
+# What was seen of each feature in a run; 0 or nothing where it did not happen.
+EVIDENCE: dict[str, Callable[[MatrixRun], object]] = {
+    "mixed chunk": lambda run: min(run.counter("mixed_steps"), run.counter("tail_rows")),
+    "overlap": lambda run: overlapped(run.core),
+    "retraction": lambda run: min(run.usages("retractions"), len(run.asked["f1"].ids())),
+    "abort": lambda run: len(run.asked["f2"].ids()) if run.asked["f2"].aborted else 0,
+    "prefix cache": lambda run: run.asked["after"].outputs[0][-1].usage.cached_tokens,
+    "window": lambda run: run.slid if {None, WINDOW} <= set(run.core.host.limits.windows) else 0,
+    # where prompts are scored, a tag turn feeds all of its prompt again
+    "session: tag": lambda run: run.turns if "prompt logprobs" in run.on else run.inherited,
+    "session: append": lambda run: run.inherited,
+    "logprobs": lambda run: run.replay.seen["scores"],
+    "prompt logprobs": lambda run: run.replay.seen["prompt scores"],
+    "penalties": lambda run: run.replay.seen["penalised"],
+    "seed": lambda run: run.replay.seen["drawn"],
+    "grammar": lambda run: min(run.counter("masked_positions"), run.counter("grammar_ends")),
+    "n > 1": lambda run: min(run.counter("forks"), sum(len(asked.ids(1)) for asked in run.focus)),
+    "streaming": MatrixRun.pieces,
+    **{f"page size {size}": MatrixRun.pages for size in (1, 16, 64, 256)},
+    **{f"drafter {name}": lambda run: run.usages("drafted_tokens") for name in DRAFTERS},
+    "attention torch": lambda run: type(run.core.device.runner.backend).__name__ == "TorchRagged",
+    "attention triton": lambda run: type(run.core.device.runner.backend).__name__ == "TritonRagged",
+    **{name: lambda run, name=name: run.core.device.runner.model.dtype == getattr(torch, name) for name in TOLERANCE},
+}

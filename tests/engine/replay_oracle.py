@@ -1,0 +1,104 @@
+"""What a request must have answered, by one plain forward pass of transformers' model over prompt and answer.
+
+No engine, no cache, no chunk, no batch: the logits of every position at once, then the processors and the noise in
+the order that `stretto.params` documents, written down again in the simplest way. Every id that was delivered must be
+the best one there, up to rounding; every log-probability must be the model's own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+from stretto.params import SamplingParams
+from stretto.protocol import TokenLogprob
+from stretto.sample.noise import gumbel, noise_keys
+
+# How far log-probabilities of the tiny model may lie from those of transformers. Seen: 2.5e-5, 0.056 and 0.43.
+TOLERANCE = {"float32": 2e-4, "float16": 0.12, "bfloat16": 0.8}
+Allowed = Callable[[int], Sequence[int]]  # ids that a grammar allows at a place of the answer
+
+
+@dataclass
+class Replay:
+    """`seen` counts, over all answers: ids, those that penalties changed, those that were drawn and are not the
+    likeliest, log-probabilities of answers and of prompts; `off` is the largest difference of a log-probability."""
+
+    reference: transformers.PreTrainedModel
+    tolerance: float
+
+    def __post_init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+        self.off = 0.0
+
+    @torch.no_grad()
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """[T, V], float32."""
+        return self.reference(torch.tensor([ids])).logits[0].float()
+
+    def check(self, prompt: list[int], answer: list[int], sampling: SamplingParams, choice: int = 0,
+              scores: list[TokenLogprob] | None = None, prompt_scores: list[TokenLogprob] | None = None,
+              allowed: Allowed | None = None) -> None:
+        """Raises AssertionError where an id or a log-probability is not what it must be."""
+        whole = prompt + answer
+        logits = self.logits(whole)
+        for place, chosen in enumerate(answer):
+            at = len(prompt) + place
+            raw = logits[at - 1]
+            values = penalised(raw, prompt, answer[:place], sampling)
+            if allowed is not None:
+                mask = torch.full_like(values, float("-inf"))
+                mask[list(allowed(place))] = 0
+                values, raw = values + mask, raw + mask
+            keys, noisy = values, sampling.temperature > 0
+            if noisy:
+                keys = values / sampling.temperature + noise(sampling.seed or 0, choice, at, len(values))
+            slack = self.tolerance * 2 / (sampling.temperature if noisy else 1)
+            assert float(keys.max() - keys[chosen]) <= slack, (
+                f"id {chosen} at place {place} of {answer}; {int(keys.argmax())} is better by"
+                f" {float(keys.max() - keys[chosen]):.4f} (choice {choice})")
+            self.seen["ids"] += 1
+            self.seen["penalised"] += int(raw.argmax()) != int(values.argmax())
+            self.seen["drawn"] += noisy and chosen != int(values.argmax())
+        if scores is not None:
+            assert [s.token_id for s in scores] == answer
+            self.seen["scores"] += self._compare(scores, logits, len(prompt))
+        if prompt_scores is not None:
+            known = [s for s in prompt_scores if s.logprob is not None]
+            first = len(prompt) - len(known)
+            assert first <= 1 or len(known) < len(prompt_scores) or prompt_scores[0].logprob is not None
+            assert [s.token_id for s in known] == prompt[first:]
+            self.seen["prompt scores"] += self._compare(known, logits, first)
+
+    def _compare(self, scores: list[TokenLogprob], logits: torch.Tensor, first: int) -> int:
+        """Scores of the ids from position `first` on. Returns how many."""
+        own = logits.log_softmax(-1)
+        for i, score in enumerate(scores):
+            row = own[first + i - 1]
+            assert score.logprob is not None
+            off = max([abs(score.logprob - float(row[score.token_id]))]
+                      + [abs(value - float(row[other])) for other, value in zip(score.top_ids, score.top_logprobs)])
+            self.off = max(self.off, off)
+            assert off <= self.tolerance, f"log-probability {i} of {score} is off by {off}"
+        return len(scores)
+
+
+def penalised(raw: torch.Tensor, prompt: list[int], output: list[int], sampling: SamplingParams) -> torch.Tensor:
+    """Repetition over prompt and output, presence and frequency over the output. [V] -> [V]."""
+    values = raw.clone()
+    for token in set(prompt + output):
+        values[token] = raw[token] / sampling.repetition_penalty if raw[token] > 0 else \
+            raw[token] * sampling.repetition_penalty
+    for token, times in Counter(output).items():
+        values[token] -= times * sampling.frequency_penalty + sampling.presence_penalty
+    return values
+
+
+def noise(seed: int, choice: int, position: int, vocab: int) -> torch.Tensor:
+    """[V] of one sampled position; a seed below 2^31."""
+    one = [torch.tensor([value]) for value in (seed, 0, choice, position)]
+    return gumbel(noise_keys(*one), torch.arange(vocab))[0]

@@ -1,0 +1,89 @@
+"""The support matrix, proved: every feature beside every other, on the same requests, by as few runs as cover all.
+
+The default run takes a covering subset (every pair of values of two options, off included); the `full` marker takes
+random cells besides. What a run proves is in `matrix_run`; docs/matrix.md is written from the marks of these tests.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from stretto.matrix import FEATURES, REFUSALS
+from stretto.protocol import RequestError
+from tests.covering import Cell, pairwise
+from tests.engine.matrix_run import DRAFTERS, EVIDENCE, Lab, MatrixRun, make_lab
+from tests.proofs import ProofOf
+from tests.spec.suffix_trees import install
+
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "page": tuple(f"page size {size}" for size in (1, 16, 64, 256)), "attention": ("attention torch",),
+    "dtype": ("float32", "bfloat16", "float16"), "drafter": ("", *(f"drafter {name}" for name in DRAFTERS)),
+    "session": ("", "session: tag", "session: append"),
+    **{name: ("", name) for name in ("mixed chunk", "overlap", "retraction", "abort", "prefix cache", "window",
+                                     "logprobs", "prompt logprobs", "penalties", "seed", "grammar", "n > 1",
+                                     "streaming")}}
+RANDOM = 120  # further cells of the whole product
+
+
+def allowed(cell: Cell) -> bool:
+    """Of what is refused there is no cell."""
+    on = set(cell.values())
+    return not any({refusal.first, refusal.second} <= on for refusal in REFUSALS)
+
+
+def random_cell(seed: int) -> Cell:
+    rng = random.Random(seed)
+    while True:
+        cell = {name: rng.choice(values) for name, values in OPTIONS.items()}
+        if allowed(cell):
+            return cell
+
+
+def params(kind: str, cells: list[Cell], *marks: pytest.MarkDecorator) -> list:
+    made = []
+    for number, cell in enumerate(cells):
+        on = [value for value in cell.values() if value]
+        made.append(pytest.param(frozenset(on), id=f"{kind}-{number}", marks=[pytest.mark.proves(*on), *marks]))
+    return made
+
+
+@pytest.fixture(scope="module")
+def labs(tmp_path_factory):
+    kept: dict[tuple[bool, str], Lab] = {}
+
+    def get(features: frozenset[str]) -> Lab:
+        dtype = next(name for name in OPTIONS["dtype"] if name in features)
+        key = "window" in features, dtype
+        if key not in kept:
+            kept[key] = make_lab(tmp_path_factory.mktemp("tiny"), *key)
+        return kept[key]
+    return get
+
+
+@pytest.mark.parametrize("features", params("pairs", pairwise(OPTIONS, allowed=allowed)) + params(
+    "random", [random_cell(seed) for seed in range(RANDOM)], pytest.mark.full))
+def test_all_at_once(labs, monkeypatch, proof: ProofOf, features: frozenset[str]) -> None:
+    install(monkeypatch)
+    run = MatrixRun(labs(features), features)
+    run.run()
+    for feature in sorted(features):
+        proof.show(feature, EVIDENCE[feature](run))
+    if "mixed chunk" not in features:
+        assert not run.counter("mixed_steps")
+    assert not run.counter("faults") and not run.counter("broken_books")
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: f"{refusal.first} with {refusal.second}")
+def test_what_is_refused_says_so(labs, refusal) -> None:
+    features = frozenset({refusal.first, refusal.second, "page size 16", "float32"})
+    run = MatrixRun(labs(features), features)
+    with pytest.raises(RequestError) as told:
+        run.submit("f0", [1, 2, 3], run.sampling(), "s0")
+    assert refusal.sentence in str(told.value)
+    run.core.close()
+
+
+def test_every_feature_has_its_evidence() -> None:
+    assert set(EVIDENCE) == {feature.name for feature in FEATURES}
