@@ -64,6 +64,10 @@ class ModelSection:
     """Longest prompt and answer together, in tokens. Default: the model's context, or what the KV memory holds."""
     seed: int | None = None
     """Source of the seeds of requests that name none. Default: random."""
+    chat_template: Path | None = None
+    """File with a Jinja chat template, instead of the model's own."""
+    strict: bool = False
+    """Refuse to start where the context would be fitted to the memory, or a flag or variable means nothing here."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,9 @@ class KVSection:
     """Tokens that the KV cache holds, instead of a memory size."""
     prefix_caching: bool | None = None
     """Requests with a common beginning share its KV pages. Default: on."""
+    kv_host_bytes: int | None = None
+    """Host memory for KV that leaves the device, such as 32GiB: it is copied back where that beats computing it again.
+    Default: none."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,8 @@ class ScheduleSection:
     """Prompt chunks and running sequences share steps. Default: on."""
     overlap: bool | None = None
     """The host plans the next step while the device runs one. Default: on."""
+    enforce_eager: bool = False
+    """Launch every kernel by itself instead of replaying CUDA graphs: slower, for debugging."""
     cap_policy: Literal["full", "one_in_mixed", "budget"] = "full"
     """Draft tokens verified in a step: full width always; one token a sequence in steps that also hold a prompt chunk;
     or what the step's token budget leaves."""
@@ -303,6 +312,8 @@ class Resolved:
     windows: tuple[int | None, ...]  # per KV group: the model's and the drafter's, full attention first
     kv_tokens: int  # tokens of one sequence that the pool holds
     prefix_caching: bool
+    host_pages: tuple[int, ...]  # of host memory, per KV group; (): none
+    page_bytes: tuple[int, ...]  # per KV group
     max_num_seqs: int
     max_num_batched_tokens: int
     chunk_size: int
@@ -345,11 +356,19 @@ def _ranges(config: Config) -> Iterator[Refusal]:
     for flag, value in counts.items():
         if value is not None and value < 1:
             yield Refusal(f"{flag} {value}", "any start", "it must be 1 or more", f"set {flag} to a positive number")
+    if schedule.slo_itl_ms is not None and not schedule.slo_itl_ms > 0:
+        yield Refusal(f"--slo-itl-ms {schedule.slo_itl_ms:g}", "any step", "it takes some time", "set more than 0")
+    if config.kv.kv_host_bytes is not None and config.kv.kv_host_bytes < 0:
+        yield Refusal(f"--kv-host-bytes {config.kv.kv_host_bytes}", "any start", "it must be 0 or more",
+                      "leave it out, or give a size")
     if config.model.max_model_len == 1:
         yield Refusal("--max-model-len 1", "any request", "a prompt and an answer need 2 tokens", "set 2 or more")
     if kv.gpu_memory_utilization is not None and not 0 < kv.gpu_memory_utilization <= 1:
         yield Refusal(f"--gpu-memory-utilization {kv.gpu_memory_utilization:g}", "any device",
                      "it is a fraction of the memory", "set a number above 0 and up to 1")
+    template = config.model.chat_template
+    if template is not None and not template.is_file():
+        yield Refusal(f"--chat-template {template}", "this disk", "there is no such file", "give a template's path")
     if not 0 <= serve.port <= 65535:
         yield Refusal(f"--port {serve.port}", "any network", "ports are 0..65535", "choose another")
     if (serve.ssl_certfile is None) != (serve.ssl_keyfile is None):
@@ -408,13 +427,17 @@ class _Resolution:
         need = chunk + 2 * (width + 1) + lookahead + page_size
         pages, tokens = self._pages(memory.kv, dtype, page_size, seqs, need)
         context = self._fit_context(context, tokens - width - lookahead, page_size)
+        page_bytes = tuple(self._page_bytes(dtype, page_size))
+        host_pages = self._host_pages(device, memory, pages, page_bytes)
         self._stop_if_refused()
-        mixed, overlap, prefix = self._switches()
+        self._refuse_changes()
+        mixed, overlap, prefix = self._switches(device)
         sampling = self._sampling_defaults()
         return Resolved(
             config=self.config, model_name=self.model.name, device=device.kind, dtype=dtype, max_model_len=context,
             seed=self.config.model.seed, page_size=page_size, pages=pages,
             windows=tuple(group.window for group in self.groups), kv_tokens=tokens, prefix_caching=prefix,
+            host_pages=host_pages, page_bytes=page_bytes,
             max_num_seqs=seqs, max_num_batched_tokens=budget, chunk_size=chunk, mixed_chunk=mixed,
             depth=1 if overlap else 0, cap_policy=self.config.schedule.cap_policy,
             drafter=self.config.speculation.speculation if width else None, speculation_tokens=width,
@@ -664,6 +687,34 @@ class _Resolution:
         held = [(count - 1) * page_size for count, group in zip(pages, groups) if group.window is None]
         return tuple(pages), min(held) if held else self._window_tokens(pages, page_size, need)
 
+    def _host_pages(self, device: DeviceFacts, memory: MemoryPlan, pages: tuple[int, ...],
+                    page_bytes: tuple[int, ...]) -> tuple[int, ...]:
+        """Each group has the share of host memory that it has of the device's. Refused where it does not fit."""
+        asked = self.config.kv.kv_host_bytes
+        if not asked:
+            self._note("kv_host_bytes", asked, False, "KV that leaves the device is computed again")
+            return ()
+        held = [count - 1 for count in pages]  # but for the null page
+        share = asked / sum(count * size for count, size in zip(held, page_bytes))
+        host_pages = tuple(int(count * share) for count in held)
+        cpu = next((found for found in self.facts.devices if found.kind == "cpu"), device)
+        free = cpu.memory_free - (memory.budget if device.kind == "cpu" else 0)
+        if min(host_pages) < 1:
+            least = max(sum(count * size for count, size in zip(held, page_bytes)) // count + 1 for count in held)
+            self._refuse(f"--kv-host-bytes {gib(asked)}", f"page size {self.config.kv.page_size or DEFAULT_PAGE_SIZE}",
+                         "it does not hold one page of each KV group",
+                         f"give {gib(least)} or more, or a smaller --page-size")
+        elif asked > free:
+            self._refuse(f"--kv-host-bytes {gib(asked)}", "the memory of this machine",
+                         f"{gib(max(free, 0))} of it are free", "give less")
+        full = [n for n, group in zip(host_pages, self.groups) if group.window is None] or host_pages
+        tokens = min(full) * (self.config.kv.page_size or DEFAULT_PAGE_SIZE)
+        why = f"{tokens} tokens, copied back where that beats computing them"
+        if device.kind == "cpu":
+            why += "; on a CPU as much more --kv-memory does the same without copies"
+        self._note("kv_host_bytes", gib(asked), gib(asked), why)
+        return host_pages
+
     def _window_tokens(self, pages: list[int], page_size: int, need: int) -> int:
         """Where every layer has a window, pages behind it are given back, so a sequence of any length runs once the
         widest window and a step fit."""
@@ -698,7 +749,21 @@ class _Resolution:
         self._note("sampling defaults", asked, _listed(now) or "OpenAI's", why)
         return now
 
-    def _switches(self) -> tuple[bool, bool, bool]:
+    def _refuse_changes(self) -> None:
+        """With --strict, what was fitted to this machine is refused instead."""
+        for decision in self.decisions if self.config.model.strict else ():
+            if decision.changed:
+                self._refuse(f"{decision.feature} {decision.asked}", "--strict",
+                             f"it would be {decision.now}: {decision.why}",
+                             f"set --{decision.feature.replace('_', '-')} {decision.now}")
+        self._stop_if_refused()
+
+    def _graphs(self, eager: bool, device: DeviceFacts) -> None:
+        """A note only: whoever makes the device half reads what was asked."""
+        why = "a CPU has none" if device.kind == "cpu" else "" if eager else "captured at start, and when first needed"
+        self._note("CUDA graphs", not eager, device.kind == "cuda" and not eager, why)
+
+    def _switches(self, device: DeviceFacts) -> tuple[bool, bool, bool]:
         schedule, kv = self.config.schedule, self.config.kv
         mixed = schedule.mixed_chunk is not False
         overlap = schedule.overlap is not False
@@ -710,6 +775,10 @@ class _Resolution:
         self._note("code of requests", code, code, "every client can run code in the engine" if code else "")
         self._note("cap policy", schedule.cap_policy, schedule.cap_policy)
         self._note("prefix caching", kv.prefix_caching, prefix)
+        self._graphs(schedule.enforce_eager, device)
+        template, strict = self.config.model.chat_template, self.config.model.strict
+        self._note("chat template", template, template or "the model's own")
+        self._note("strict", strict, strict, "nothing was fitted" if strict else "")
         for name in ("slo_itl_ms", "max_sessions", "session_ttl", "session_queue"):
             self._note(name, getattr(schedule, name), getattr(schedule, name))
         return mixed, overlap, prefix

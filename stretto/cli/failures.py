@@ -9,3 +9,7 @@ EXIT_REFUSED = 3  # it can be, and cannot be done as asked
 
 class CommandFailed(RuntimeError):
     """A command that could not do its work. The message says why and what to do."""
+
+
+class UsageError(ValueError):
+    """A command line, variable or file that cannot be understood."""

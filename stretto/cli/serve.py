@@ -24,7 +24,7 @@ from stretto.serve import tracing
 from stretto.serve.server import Model, run_server
 from stretto.serve.settings import ServeSettings
 from stretto.text.gguf_file import GGUFError
-from stretto.text.tokenizer import TokenizerError, load_tokenizer
+from stretto.text.tokenizer import TokenizerError
 
 START_CORE = "stretto.engine.build:start_core"  # by name: it needs torch
 
@@ -43,7 +43,7 @@ def serve(server: ServerOptions = SERVER) -> int:
 
     def find_model() -> Model:
         located = locate(config)
-        return Model(Deferred(START_CORE, located), lambda: load_tokenizer(located.tokenizer_path))
+        return Model(Deferred(START_CORE, located), located.tokenizer)
 
     def on_ready(info: EngineInfo, url: str) -> None:
         phases = {**info.server_info["start"], "in all": time.time() - psutil.Process().create_time()}

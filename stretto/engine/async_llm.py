@@ -21,9 +21,10 @@ from stretto.config import Config
 from stretto.engine.build import build_core, prepare
 from stretto.engine.inprocess import InProcessEngine
 from stretto.engine.llm import GenerationError, Message, Prompt, make_config
+from stretto.engine.locate import configured_tokenizer
 from stretto.params import SamplingParams
 from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, SessionTurn
-from stretto.text.tokenizer import Tokenizer, load_tokenizer
+from stretto.text.tokenizer import Tokenizer
 from stretto.vectors import unit_vectors
 
 
@@ -40,7 +41,7 @@ class AsyncLLM:
             raise TypeError("give either config or model and options")
         prepared = await asyncio.to_thread(prepare, config or make_config(model, options))
         engine = await InProcessEngine.start(partial(build_core, prepared))
-        return cls(engine, load_tokenizer(prepared.tokenizer_path))
+        return cls(engine, configured_tokenizer(prepared.resolved.config, prepared.tokenizer_path))
 
     @property
     def info(self) -> EngineInfo:

@@ -29,17 +29,22 @@ from stretto.config import (
     Facts,
     KVGroupFacts,
     Resolved,
+    gib,
     resolve,
 )
-from stretto.device.graphs import usual_shapes
+from stretto.device.graphs import bucket_of, usual_shapes
+from stretto.device.host_pages import PinError
 from stretto.device.kv import KVCache, group_layers
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
-from stretto.device.streams import make_device
+from stretto.device.streams import DeviceHalf, make_device
 from stretto.engine.core import EngineCore
 from stretto.engine.locate import Located, locate
 from stretto.engine.loop import StartFailed
+from stretto.engine.step_times import StepTimes, cached
 from stretto.facts import gather_facts
+from stretto.host.cost import CostModel
+from stretto.host.elastic import Elastic
 from stretto.host.grammar import Grammars
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostDrafter, HostLimits
@@ -47,7 +52,7 @@ from stretto.model.api import CausalModel
 from stretto.model.config import ConfigError as ModelConfigError
 from stretto.model.config import read_config, token_ids
 from stretto.model.gguf import gguf_config
-from stretto.model.hub import ModelNotFound
+from stretto.model.hub import ModelNotFound, cache_folder
 from stretto.model.load import load_model
 from stretto.model.source import WeightError
 from stretto.params import SamplingParams
@@ -153,17 +158,41 @@ def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCo
     runner, backend = make_runner(model, prepared)
     processors = runner.table.custom.registry
     limits = host_limits(resolved, eos_ids(prepared, tokenizer), _host_drafter(prepared), processors)
-    host = HostHalf(limits, text_streams(tokenizer), grammars(tokenizer, model.vocab_size, limits.eos_token_ids))
     clock.lap("KV cache")
-    device_half = make_device(runner, overlap=resolved.depth > 0)
-    if device.type == "cuda":
+    graphs = not resolved.config.schedule.enforce_eager
+    device_half = make_device(runner, resolved.depth > 0, graphs)
+    if device.type == "cuda" and graphs:
         width = resolved.speculation_tokens
         shapes = usual_shapes(resolved.max_num_seqs, 1 + width, width)
         device_half.warm_up(shapes, partial(progress, "graphs") if progress else None)
         clock.lap("graphs")
+    if resolved.elastic or resolved.config.schedule.slo_itl_ms is not None:
+        limits = replace(limits, elastic=_elastic(prepared, limits, device_half, model.vocab_size, progress))
+        clock.lap("step times")
+    host = HostHalf(limits, text_streams(tokenizer), grammars(tokenizer, model.vocab_size, limits.eos_token_ids))
     info = _info(prepared, model, backend, host, tokenizer, timings)
+    if limits.elastic is not None:
+        info.server_info["elastic"] = limits.elastic.describe()
     info.logit_processors, info.custom_logit_processor = sorted(processors.named), processors.allow_code
     return EngineCore(host, device_half, info, resolved.depth)
+
+
+def _elastic(prepared: Prepared, limits: HostLimits, device: DeviceHalf, vocab_size: int,
+             progress: Progress | None) -> Elastic:
+    """The policy of each step, on the step times of this machine: measured now, or by an earlier start like this."""
+    resolved, exact = prepared.resolved, prepared.resolved.device == "cpu"
+    machine = next(d for d in prepared.facts.devices if d.kind == resolved.device)
+    key = [__version__, torch.__version__, machine.name, machine.cores, torch.get_num_threads(), resolved.model_name,
+           prepared.facts.model.parameters, resolved.dtype, resolved.drafter, resolved.speculation_tokens,
+           limits.pages, limits.page_size, limits.max_slots, limits.chunk, limits.budget, limits.max_model_len]
+    times = StepTimes(device, limits, vocab_size)
+    told = partial(progress, "step times") if progress else None
+    samples, _ = cached(cache_folder(), key, lambda: times.measure(progress=told))
+    width, goal = limits.width, resolved.config.schedule.slo_itl_ms
+    chain = prepared.facts.drafter is not None and prepared.facts.drafter.caps.shape == "chain"
+    widths = sorted({0, (width + 1) // 2, width}) if chain else sorted({0, width})
+    return Elastic(CostModel(samples, limits.budget, None if exact else bucket_of), limits.max_slots, widths, exact,
+                   goal and goal / 1e3, on_host=limits.drafter is not None, adapts=resolved.elastic)
 
 
 class _Clock:
@@ -193,7 +222,18 @@ def make_runner(model: CausalModel, prepared: Prepared) -> tuple[Runner, Attenti
     runner = Runner(model, backend, kv, table)
     if drafter is not None and drafter.caps.where == "device":
         _load_drafter(runner, prepared)
+    if resolved.host_pages:
+        _keep_on_host(runner, resolved)
     return runner, backend
+
+
+def _keep_on_host(runner: Runner, resolved: Resolved) -> None:
+    """Raises compat.ConfigError where the system does not let so much memory be pinned."""
+    try:
+        runner.keep_on_host(resolved.host_pages)
+    except PinError as e:
+        asked = resolved.config.kv.kv_host_bytes or 0
+        raise ConfigError([Refusal(f"--kv-host-bytes {gib(asked)}", "this machine", str(e), "give less")]) from e
 
 
 def _processors(table: SlotTable, vocab_size: int, resolved: Resolved) -> CustomProcessors:
@@ -243,7 +283,8 @@ def host_limits(resolved: Resolved, eos: frozenset[int], drafter: HostDrafter | 
         depth=resolved.depth, width=resolved.speculation_tokens, lookahead=resolved.lookahead,
         max_sessions=resolved.config.schedule.max_sessions, session_ttl=resolved.config.schedule.session_ttl,
         session_queue=resolved.config.schedule.session_queue,
-        prefix_cache=resolved.prefix_caching, eos_token_ids=eos, strict="PYTEST_VERSION" in os.environ, drafter=drafter,
+        host_pages=resolved.host_pages, page_bytes=resolved.page_bytes, prefix_cache=resolved.prefix_caching,
+        eos_token_ids=eos, strict="PYTEST_VERSION" in os.environ, drafter=drafter,
         check_processor=processors.check if processors is not None else None,
         seeds=random.SystemRandom() if resolved.seed is None else random.Random(resolved.seed))
 

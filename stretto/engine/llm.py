@@ -21,6 +21,7 @@ import numpy as np
 from stretto.config import Config
 from stretto.engine.build import Prepared, build_core, prepare
 from stretto.engine.core import EngineCore
+from stretto.engine.locate import configured_tokenizer
 from stretto.params import SamplingParams
 from stretto.protocol import (
     Action,
@@ -39,7 +40,7 @@ from stretto.protocol import (
     Usage,
 )
 from stretto.text.grammar import GrammarError, check_grammar
-from stretto.text.tokenizer import Tokenizer, load_tokenizer
+from stretto.text.tokenizer import Tokenizer
 from stretto.vectors import unit_vectors
 
 Prompt = str | Sequence[int]
@@ -98,7 +99,8 @@ class LLM:
             raise TypeError("give either config or model and options")
         self.prepared: Prepared = prepare(config or make_config(model, options))
         self.core: EngineCore = build_core(self.prepared)
-        self.tokenizer: Tokenizer = load_tokenizer(self.prepared.tokenizer_path)
+        self.tokenizer: Tokenizer = configured_tokenizer(self.prepared.resolved.config,
+                                                         self.prepared.tokenizer_path)
         self._serial = itertools.count()
         self._readers: dict[str, deque[Output]] = {}
 

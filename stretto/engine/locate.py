@@ -17,6 +17,7 @@ from stretto.compat import ConfigError, Refusal
 from stretto.config import Config
 from stretto.model.hub import resolve_model
 from stretto.spec.identify import verifier_of
+from stretto.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,18 @@ class Located:
     config: Config
     path: Path
     tokenizer_path: Path
+
+    def tokenizer(self) -> Tokenizer:
+        return configured_tokenizer(self.config, self.tokenizer_path)
+
+
+def configured_tokenizer(config: Config, path: Path) -> Tokenizer:
+    """With the chat template that the configuration names. Raises TokenizerError."""
+    file = config.model.chat_template
+    try:
+        return load_tokenizer(path, None if file is None else file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise TokenizerError(f"{file} cannot be read: {e}") from e
 
 
 def locate(config: Config) -> Located:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -83,12 +84,37 @@ def test_defaults_on_a_gpu():
     assert resolved.memory.budget == pytest.approx(0.9 * GPU.memory_total - used_by_others, abs=2)
 
 
+def test_strict_refuses_a_fitted_context():
+    """Only what was left open is fitted; --strict wants that said."""
+    small = Config(kv=KVSection(kv_tokens=1000))
+    fitted = resolve(small, facts())
+    assert any(decision.changed for decision in fitted.decisions)
+    strict = replace(small, model=replace(small.model, strict=True))
+    with pytest.raises(ConfigError, match=f"set --max-model-len {fitted.max_model_len}"):
+        resolve(strict, facts())
+    said = replace(strict, model=replace(strict.model, max_model_len=fitted.max_model_len))
+    assert resolve(said, facts()).max_model_len == fitted.max_model_len
+
+
+def test_graphs_and_templates_are_told(tmp_path: Path):
+    def now(config: Config, feature: str) -> str:
+        return next(d.now for d in resolve(config, facts()).decisions if d.feature == feature)
+
+    assert now(Config(), "CUDA graphs") == "off"  # on this CPU
+    template = tmp_path / "t.jinja"
+    config = Config(model=ModelSection(chat_template=template))
+    with pytest.raises(ConfigError, match="--chat-template"):
+        resolve(config, facts())
+    template.write_text("{{ messages }}")
+    assert now(config, "chat template") == str(template)
+
+
 def test_every_setting_is_told():
     """A setting without a line in the report could be off without anyone knowing."""
-    untold = {"model", "tokenizer", "seed", "gpu_memory_utilization", "kv_tokens", "speculation_tokens",  # other lines
+    untold = {"model", "tokenizer", "seed", "gpu_memory_utilization", "kv_tokens", "speculation_tokens",  # elsewhere
               "tensor_parallel_size"}  # refused unless 1
     told = {"mixed_chunk": "mixed steps", "cap_policy": "cap policy", "prefix_caching": "prefix caching",
-            "kv_memory": "KV memory"}
+            "kv_memory": "KV memory", "chat_template": "chat template", "enforce_eager": "CUDA graphs"}
     features = {d.feature for d in resolve(Config(), facts()).decisions}
     for section in (ModelSection, KVSection, ScheduleSection, SpeculationSection, ParallelSection):
         for setting in fields(section):
@@ -153,6 +179,19 @@ def test_a_model_that_does_not_fit_is_refused_with_both_sizes():
 
 
 # -------------------------------------------------------------------------------------------------------------- groups
+def test_host_memory_is_shared_out_as_the_devices_is():
+    asked = Config(kv=KVSection(kv_memory=GIB, kv_host_bytes=3 * GIB))
+    resolved = resolve(asked, facts(model=WINDOWED))
+    assert len(resolved.host_pages) == len(resolved.pages) == 2
+    for host, device in zip(resolved.host_pages, resolved.pages):
+        assert host == pytest.approx(3 * (device - 1), rel=0.01)
+    assert 2.9 * GIB < sum(n * size for n, size in zip(resolved.host_pages, resolved.page_bytes)) <= 3 * GIB
+    told = decision(resolved, "kv_host_bytes")
+    assert told.now == "3.00 GiB" and f"{resolved.host_pages[0] * 16} tokens" in told.why
+    assert resolve(Config(), facts()).host_pages == () and decision(resolve(Config(), facts()),
+                                                                    "kv_host_bytes").now == "off"
+
+
 def test_kv_tokens_are_exact():
     resolved = resolve(Config(kv=KVSection(kv_tokens=320, page_size=16)), facts(model=WINDOWED))
     assert resolved.kv_tokens == 320 and resolved.pages == (21, 21)  # and the null page
@@ -221,6 +260,10 @@ REFUSED = {
     "negative": (Config(schedule=ScheduleSection(max_num_seqs=0)), "--max-num-seqs 0"),
     "port": (Config(serve=ServeSection(port=70000)), "--port 70000"),
     "memory": (Config(kv=KVSection(kv_memory=100 * GIB)), "a KV cache of 100.00 GiB does not work with the memory"),
+    "host memory": (Config(kv=KVSection(kv_host_bytes=100 * GIB)),
+                    "--kv-host-bytes 100.00 GiB does not work with the memory of this machine"),
+    "little host memory": (Config(kv=KVSection(kv_host_bytes=100)), "it does not hold one page of each KV group"),
+    "negative host memory": (Config(kv=KVSection(kv_host_bytes=-1)), "--kv-host-bytes -1 does not work with any start"),
     "page": (Config(kv=KVSection(kv_memory=1000)), "it does not hold two pages"),
     "context of 1": (Config(model=ModelSection(max_model_len=1)), "a prompt and an answer need 2 tokens"),
 }
@@ -273,12 +316,13 @@ CONFIGS = st.builds(
                     dtype=st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
                     device=st.sampled_from(["auto", "cpu", "cuda"])),
     kv=st.builds(KVSection, page_size=maybe | st.sampled_from([1, 16, 64, 256]),
-                 kv_memory=maybe | st.integers(1, 8 * GIB), kv_tokens=maybe | st.integers(1, 100_000)),
+                 kv_memory=maybe | st.integers(1, 8 * GIB), kv_tokens=maybe | st.integers(1, 100_000),
+                 kv_host_bytes=maybe | st.integers(0, 8 * GIB)),
     schedule=st.builds(ScheduleSection, max_num_seqs=maybe | st.integers(1, 512),
                        max_num_batched_tokens=maybe | st.integers(1, 20_000), chunk_size=maybe | st.integers(1, 20_000),
                        mixed_chunk=maybe | st.booleans(), overlap=maybe | st.booleans()),
     speculation=st.builds(SpeculationSection, st.sampled_from(["off", "ngram"]),
-                          speculation_tokens=maybe | st.integers(0, 9)),
+                          speculation_tokens=st.just("auto") | st.integers(0, 9)),
 )
 FACTS = st.builds(
     lambda device, model, free, width, lookahead: facts(

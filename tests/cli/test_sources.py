@@ -6,17 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cli.sources import (
-    ALIASES,
-    DRAFT_MODEL,
-    REFUSED,
-    UsageError,
-    gather,
-    read_file,
-    read_variables,
-    setting_names,
-    translate_tokens,
-)
+from stretto.cli.aliases import ALIASES, ALWAYS, DRAFT_MODEL, DRAFT_STEPS, REFUSED, Told, translate_tokens
+from stretto.cli.failures import UsageError
+from stretto.cli.sources import gather, read_file, read_variables, setting_names
 
 KNOWN_FLAGS = {"--" + name.replace("_", "-") for name in setting_names()}
 
@@ -32,59 +24,96 @@ KNOWN_FLAGS = {"--" + name.replace("_", "-") for name in setting_names()}
     ("--speculative-algorithm EAGLE3 --speculative-draft-model-path a/b", "--speculation eagle3:a/b"),
     ("--speculative-draft-model-path=a/b --speculative-num-draft-tokens=3", "--speculation-tokens 2 --speculation a/b"),
     ("--enable-chunked-prefill", ""), ("--max-num-seqs 3", "--max-num-seqs 3"),
+    ("--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4", "--speculation-tokens 3"),
+    ("--speculative-num-steps 5", "--speculation-tokens 5"), ("--disable-cuda-graph", "--enforce-eager"),
+    ("m --tool-call-parser hermes --enable-auto-tool-choice --port 3", "m --port 3"),
+    ("--reasoning-parser=qwen3 --kv-cache-dtype auto --pp-size 1", ""), ("--load-format=safetensors m", "m"),
 ])
 def test_other_engines_flags(theirs: str, ours: str):
-    notes: list[str] = []
-    assert translate_tokens(theirs.split(), notes) == ours.split()
-    assert bool(notes) == (theirs != ours), "a translation is told"
+    told = Told([], [])
+    assert translate_tokens(theirs.split(), told) == ours.split()
+    assert bool(told.notes or told.void) == (theirs != ours), "a translation is told"
+
+
+@pytest.mark.parametrize(("theirs", "reasons", "accepted"), [
+    ("serve m --kv-cache-dtype fp8 --context-length 4096", ["--kv-cache-dtype"], "serve m --max-model-len 4096"),
+    ("serve m --trust-remote-code --port 3", ["--trust-remote-code"], "serve m --port 3"),
+    ("serve m --enable-lora --lora-modules a=b --tp 2 --speculative-eagle-topk=4",
+     ["--enable-lora", "--lora-modules", "--speculative-eagle-topk"], "serve m --tensor-parallel-size 2"),
+])
+def test_a_refusal_prints_the_nearest_command_line(theirs: str, reasons: list[str], accepted: str):
+    with pytest.raises(UsageError) as refused:
+        translate_tokens(theirs.split(), Told([], []))
+    *said, last = str(refused.value).splitlines()
+    assert [line.split()[0] for line in said] == reasons and last == f"accepted is: stretto {accepted}"
+    assert translate_tokens(accepted.split(), Told([], [])) == accepted.split()
+
+
+@pytest.mark.parametrize("how", ["--strict", "variable", "file"])
+def test_strict_refuses_what_means_nothing_here(how: str, tmp_path: Path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("strict: true\n" if how == "file" else "port: 3\n")
+    environment = {"STRETTO_STRICT": "1"} if how == "variable" else {}
+    strict = ["--strict"] if how == "--strict" else []
+    for tokens, more in ((["--enable-chunked-prefill"], {}), ([], {"STRETTO_PROT": "3"})):
+        with pytest.raises(UsageError, match="refused by --strict"):
+            gather(["serve", "m", *tokens, *strict], environment | more, path)
+        free = gather(["serve", "m", *tokens, "--no-strict"], environment | more, path)
+        assert free.notes, "told where it is not refused"
+    assert not gather(["serve", "m", *strict], environment, path).notes
+
+
+def test_commands_for_a_running_server_have_flags_of_their_own():
+    assert gather(["bench", "serve", "--model-path", "x"], {}, None).tokens == ["bench", "serve", "--model-path", "x"]
 
 
 def test_speculative_config():
     tokens = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
-    assert translate_tokens(tokens, []) == ["--speculation", "ngram", "--speculation-tokens", "3"]
+    assert translate_tokens(tokens, Told([], [])) == ["--speculation", "ngram", "--speculation-tokens", "3"]
     tokens[1] = '{"method": "eagle3", "model": "a/b"}'
-    assert translate_tokens(tokens, []) == ["--speculation", "eagle3:a/b"]
+    assert translate_tokens(tokens, Told([], [])) == ["--speculation", "eagle3:a/b"]
     for bad in ("{", "[]", '{"method": "ngram", "draft_model": "x"}'):
         with pytest.raises(UsageError, match="--speculative-config"):
-            translate_tokens(["--speculative-config", bad], [])
+            translate_tokens(["--speculative-config", bad], Told([], []))
 
 
 def test_every_alias_leads_to_a_setting():
     for theirs, alias in ALIASES.items():
-        assert alias.flag in {DRAFT_MODEL, *KNOWN_FLAGS, *(f"--no-{flag[2:]}" for flag in KNOWN_FLAGS)}, theirs
+        negated = {f"--no-{flag[2:]}" for flag in KNOWN_FLAGS}
+        assert alias.flag in {DRAFT_MODEL, DRAFT_STEPS} | KNOWN_FLAGS | negated, theirs
         assert theirs not in KNOWN_FLAGS, f"{theirs} is a setting of ours"
-    assert not set(REFUSED) & (set(ALIASES) | KNOWN_FLAGS)
+    assert not {*REFUSED, *ALWAYS} & (set(ALIASES) | KNOWN_FLAGS) and not set(REFUSED) & set(ALWAYS)
 
 
 @pytest.mark.parametrize("flag", sorted(REFUSED))
 def test_flags_that_cannot_be_honoured_are_refused_with_the_reason(flag: str):
     with pytest.raises(UsageError, match=r"is not a setting of this engine: .+"):
-        translate_tokens([flag], [])
+        translate_tokens([flag], Told([], []))
 
 
 def test_after_two_dashes_nothing_is_translated():
-    assert translate_tokens(["--", "--tp", "2"], []) == ["--", "--tp", "2"]
+    assert translate_tokens(["--", "--tp", "2"], Told([], [])) == ["--", "--tp", "2"]
 
 
 def test_variables():
-    notes: list[str] = []
+    told = Told([], [])
     found = read_variables({"STRETTO_MAX_MODEL_LEN": "8K", "STRETTO_API_KEY": "a, b", "PATH": "/bin",
-                            "STRETTO_CACHE": "/c"}, notes)
-    assert found == {"max_model_len": "8K", "api_key": ["a", "b"]} and notes == []
+                            "STRETTO_CACHE": "/c"}, told)
+    assert found == {"max_model_len": "8K", "api_key": ["a", "b"]} and told == Told([], [])
 
 
 def test_an_unknown_variable_is_told():
-    notes: list[str] = []
-    assert read_variables({"STRETTO_MAX_MODEL_LENGTH": "8K"}, notes) == {}
-    assert notes == ["the variable STRETTO_MAX_MODEL_LENGTH is not a setting; did you mean STRETTO_MAX_MODEL_LEN?"]
+    told = Told([], [])
+    assert read_variables({"STRETTO_MAX_MODEL_LENGTH": "8K"}, told) == {}
+    assert told.void == ["the variable STRETTO_MAX_MODEL_LENGTH is not a setting; did you mean STRETTO_MAX_MODEL_LEN?"]
 
 
 def test_variables_of_a_kubernetes_service_are_no_settings():
     """A Service called "stretto" puts these into every pod."""
     link = {"STRETTO_SERVICE_HOST": "10.0.0.1", "STRETTO_SERVICE_PORT": "8000", "STRETTO_PORT": "tcp://10.0.0.1:8000",
             "STRETTO_PORT_8000_TCP": "tcp://10.0.0.1:8000", "STRETTO_PORT_8000_TCP_PROTO": "tcp"}
-    notes: list[str] = []
-    assert read_variables(link, notes) == {} and notes == []
+    told = Told([], [])
+    assert read_variables(link, told) == {} and told == Told([], [])
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -94,15 +123,15 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def test_file(tmp_path: Path):
-    notes: list[str] = []
+    told = Told([], [])
     path = write(tmp_path, "max-model-len: 8K\nkv_memory: 2GiB\noverlap: false\napi-key: [a, b]\n"
                            "enable-mixed-chunk: true\n")
-    assert read_file(path, notes) == {"max_model_len": "8K", "kv_memory": "2GiB", "overlap": False,
+    assert read_file(path, told) == {"max_model_len": "8K", "kv_memory": "2GiB", "overlap": False,
                                       "api_key": ["a", "b"], "mixed_chunk": True}
-    assert notes == ["--enable-mixed-chunk is read as --mixed-chunk"]
-    assert read_file(write(tmp_path, ""), []) == {}
+    assert told.notes == ["--enable-mixed-chunk is read as --mixed-chunk"]
+    assert read_file(write(tmp_path, ""), Told([], [])) == {}
     theirs = "speculative-draft-model-path: a/b\nspeculative-algorithm: EAGLE3\n"
-    assert read_file(write(tmp_path, theirs), []) == {"speculation": "eagle3:a/b"}
+    assert read_file(write(tmp_path, theirs), Told([], [])) == {"speculation": "eagle3:a/b"}
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -112,12 +141,12 @@ def test_file(tmp_path: Path):
 ])
 def test_bad_files(tmp_path: Path, text: str, message: str):
     with pytest.raises(UsageError, match=message.replace("?", r"\?")):
-        read_file(write(tmp_path, text), [])
+        read_file(write(tmp_path, text), Told([], []))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path):
     with pytest.raises(UsageError, match="cannot be read: No such file"):
-        read_file(tmp_path / "none.yaml", [])
+        read_file(tmp_path / "none.yaml", Told([], []))
 
 
 def test_settings_of_the_server_are_left_out_for_other_commands(tmp_path: Path):
