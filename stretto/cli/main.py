@@ -14,8 +14,8 @@ from cyclopts import App, Parameter
 from cyclopts.config import Dict
 from rich.console import Console
 
-from stretto.cli.failures import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE, CommandFailed
-from stretto.cli.sources import Settings, UsageError, gather, read_units
+from stretto.cli.failures import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE, CommandFailed, UsageError
+from stretto.cli.sources import Settings, gather, read_units
 from stretto.compat import ConfigError
 
 EPILOGUE = ("Every setting can also come from a variable (STRETTO_MAX_MODEL_LEN) or from the file named by --config or"
@@ -41,6 +41,7 @@ def build_app() -> App:
     app.command("stretto.cli.matrix:matrix", name="matrix", help="What works with what, and which test shows it.")
     app.command("stretto.cli.verify:soak", name="soak",
                 help="Random clients on a small pool, every answer checked by replay.")
+    app.command("stretto.cli.completion:completion", name="completion", help="Make a shell complete the commands.")
     bench = App(name="bench", help="Measure speed, against other engines where asked.")
     bench.command("stretto.cli.bench:latency", name="latency", help="One request at a time: how fast is each token?")
     bench.command("stretto.cli.bench:throughput", name="throughput", help="Many requests at once: how many tokens?")

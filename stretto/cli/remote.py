@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated, Any
 
 import httpx
@@ -22,17 +22,18 @@ from stretto.cli.prompting import converse
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class RemoteOptions:
     """Which server."""
 
-    url: str = "http://127.0.0.1:8000"
+    url: Annotated[str, Parameter(alias="--base-url")] = "http://127.0.0.1:8000"
     """Its address."""
+    _: KW_ONLY
     api_key: str | None = None
     """Its key. Default: the variable STRETTO_API_KEY, then OPENAI_API_KEY."""
 
 
-Options = Annotated[ServerOptions, Parameter(name="*", group=Group("Server", sort_key=0))]
-SERVER = ServerOptions()
+Options = Annotated[RemoteOptions, Parameter(name="*", group=Group("Server", sort_key=0))]
+SERVER = RemoteOptions()
 
 
 def server_address(url: str) -> str:
@@ -168,7 +169,7 @@ def _print_answer(talk: _Conversation, text: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- ps
-def ps(*, server: Options = SERVER, watch: Annotated[bool, Parameter(negative=())] = False,
+def ps(server: Options = SERVER, *, watch: Annotated[bool, Parameter(negative=())] = False,
        as_json: Annotated[bool, Parameter(name="--json", negative=())] = False) -> int:
     """Show what a running server does: requests, KV cache, sessions, speed.
 

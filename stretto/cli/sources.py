@@ -24,8 +24,8 @@ PREFIX = "STRETTO_"
 OTHER_VARIABLES = frozenset({"STRETTO_CACHE", "STRETTO_CONFIG"})  # read elsewhere
 # What Kubernetes sets in every pod beside a Service that is called "stretto".
 _SERVICE_LINK = re.compile(r"STRETTO_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP))")
-CLIENT_COMMANDS = frozenset({("chat",), ("ps",), ("eval",), ("completion",), ("bench", "serve"), ("bench", "sweep"), ("bench", "plot"),
-                             ("bench", "compare")})
+CLIENT_COMMANDS = frozenset({("chat",), ("ps",), ("eval",), ("completion",), ("bench", "serve"),
+                             ("bench", "sweep"), ("bench", "plot"), ("bench", "compare")})
 SERVER_COMMANDS = frozenset({"serve", "explain", "doctor"})  # those that take the server's settings
 
 

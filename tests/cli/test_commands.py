@@ -214,6 +214,20 @@ def test_bench_startup_adds_up(stretto, tmp_path: Path):
     assert ran.code == 1 and "/nowhere" in ran.err
 
 
+def test_shells_complete_commands_and_flags(stretto, tmp_path: Path):
+    script = tmp_path / "stretto.bash"
+    ran = stretto("completion", "bash")
+    script.write_text(ran.out)
+    ask = (f"source {script}; COMP_WORDS=(stretto $1 $2); COMP_CWORD=$#; _stretto stretto \"${{@: -1}}\" x;"
+           ' echo "${COMPREPLY[@]}"')
+    def complete(*words: str) -> str:
+        return subprocess.run(["bash", "-c", ask, "bash", *words], capture_output=True, text=True, check=True).stdout
+
+    assert ran.code == 0 and complete("run-b") == "run-batch\n"
+    assert complete("serve", "--max-num-s") == "--max-num-seqs\n"
+    assert "compdef" in stretto("completion", "zsh").out and "complete -c stretto" in stretto("completion", "fish").out
+
+
 def test_the_installed_command_runs():
     script = Path(sys.executable).with_name("stretto")
     if not script.exists():

@@ -79,7 +79,7 @@ def test_chat_and_ps(server: Program, capsys: pytest.CaptureFixture):
     assert stretto(server, "ps", "--json")[0] == 0
     found = json.loads(capsys.readouterr().out)
     assert found["models"] == ["fake/tiny"] and found["counters"]["stretto_generated_tokens_total"] > 0
-    assert stretto(server, "ps")[0] == 0
+    assert offline("ps", f"127.0.0.1:{server.port}/v1", "--api-key", "k")[0] == 0
     assert "drafts accepted" in capsys.readouterr().out
 
 
