@@ -4,7 +4,7 @@
 #   make test        the quick suite, under 15 minutes on two cores
 #   make test-all    the quick suite, then the whole products (tests marked `full`)
 #   make check       everything a change must pass: linters, types, the quick suite
-#   make docs        write docs/matrix.md from what tests prove and components declare
+#   make docs        write docs/matrix.md and the tables in other pages from what tests prove and components declare
 #   make format      let ruff sort imports and repair what it can
 #   make setup       only the environment; `make clean` removes it
 #
@@ -76,6 +76,7 @@ lint: $(STAMP)
 docs: $(STAMP)
 	TRITON_INTERPRET=0 $(BIN)/stretto matrix --write
 	$(BIN)/python -m stretto.model.table docs/models.md
+	$(BIN)/python -m stretto.cli.flags docs/configuration.md
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
