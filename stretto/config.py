@@ -64,6 +64,9 @@ class ModelSection:
     """Longest prompt and answer together, in tokens. Default: the model's context, or what the KV memory holds."""
     seed: int | None = None
     """Source of the seeds of requests that name none. Default: random."""
+    deterministic: bool = False
+    """Text, ids and log-probabilities are the same bit for bit, whatever runs beside a request: batch, chunks, drafts,
+    retraction. Slower (docs/sampling.md)."""
     chat_template: Path | None = None
     """File with a Jinja chat template, instead of the model's own."""
     strict: bool = False
@@ -586,6 +589,9 @@ class _Resolution:
         elif asked == "rejection" and drafter is not None:
             component = Component("drafter", drafter.name, frozenset({"drafter:q"} if drafter.caps.q == "full" else ()))
             self.refusals += check([REJECTION], [component])
+            if self.config.model.deterministic:
+                self._refuse("--deterministic", "--acceptance-method rejection",
+                             "a seed's text depends on which positions were drafted", "leave one of them out")
         if drafter is not None:
             self._note("acceptance method", asked, asked, "a seed's text depends on what was drafted, its distribution"
                        " does not" if asked == "rejection" else "")
@@ -773,6 +779,9 @@ class _Resolution:
         self._note("overlap", schedule.overlap, overlap, "1 step in flight" if overlap else "")
         code = self.config.sampling.enable_custom_logit_processor
         self._note("code of requests", code, code, "every client can run code in the engine" if code else "")
+        fixed = self.config.model.deterministic
+        self._note("deterministic", fixed, fixed,
+                   "one order of summing for every row, at a cost in speed" if fixed else "")
         self._note("cap policy", schedule.cap_policy, schedule.cap_policy)
         self._note("prefix caching", kv.prefix_caching, prefix)
         self._graphs(schedule.enforce_eager, device)

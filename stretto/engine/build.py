@@ -54,6 +54,7 @@ from stretto.model.config import read_config, token_ids
 from stretto.model.gguf import gguf_config
 from stretto.model.hub import ModelNotFound, cache_folder
 from stretto.model.load import load_model
+from stretto.model.registry import find_builder
 from stretto.model.source import WeightError
 from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo
@@ -106,6 +107,8 @@ def prepare_located(located: Located) -> Prepared:
     target = Target(facts.model.name, located.path, facts.model.vocab_size, facts.model.hidden_size,
                     facts.model.n_layers, facts.model.context, located.tokenizer_path)
     facts = _with_drafter(located.config, facts, target)
+    if located.config.model.deterministic and find_builder(facts.model.architecture) is None:
+        raise ConfigError([_not_fixed(facts.model.name, "transformers' own code of it")])
     resolved = resolve(located.config, facts)
     return Prepared(located.path, located.tokenizer_path, facts, resolved, target,
                     {"resolve": time.perf_counter() - started})
@@ -153,7 +156,8 @@ def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCo
     tokenizer = load_tokenizer(prepared.tokenizer_path)
     clock.lap("tokenizer")
     copied = partial(progress, "weights") if progress else None
-    model = load_model(prepared.path, dtype=dtype, device=device, progress=copied, context=resolved.max_model_len)
+    model = load_model(prepared.path, dtype=dtype, device=device, progress=copied, context=resolved.max_model_len,
+                       fixed=resolved.config.model.deterministic)
     clock.lap("weights")
     runner, backend = make_runner(model, prepared)
     processors = runner.table.custom.registry
@@ -163,7 +167,8 @@ def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCo
     device_half = make_device(runner, resolved.depth > 0, graphs)
     if device.type == "cuda" and graphs:
         width = resolved.speculation_tokens
-        shapes = usual_shapes(resolved.max_num_seqs, 1 + width, width)
+        shapes = [replace(shape, fixed=runner.fixed)
+                  for shape in usual_shapes(resolved.max_num_seqs, 1 + width, width)]
         device_half.warm_up(shapes, partial(progress, "graphs") if progress else None)
         clock.lap("graphs")
     if resolved.elastic or resolved.config.schedule.slo_itl_ms is not None:
@@ -212,7 +217,10 @@ def make_runner(model: CausalModel, prepared: Prepared) -> tuple[Runner, Attenti
     if tuple(g.window for g in groups) != resolved.windows:
         raise ConfigError([Refusal(f"KV groups {resolved.windows}", f"model {resolved.model_name}",
                                    f"its layers turn out to have {tuple(g.window for g in groups)}")])
-    backend = choose_backend(model.layers, resolved.page_size, model.device, model.dtype)
+    fixed = resolved.config.model.deterministic
+    if fixed and not getattr(model, "fixed", False):
+        raise ConfigError([_not_fixed(resolved.model_name, type(model).__name__)])
+    backend = choose_backend(model.layers, resolved.page_size, model.device, model.dtype, fixed)
     kv = KVCache(model.layers, groups, [n - 1 for n in resolved.pages], resolved.page_size, model.dtype, model.device)
     table = SlotTable(resolved.max_num_seqs + 1, resolved.max_model_len, resolved.page_size, len(groups), model.device,
                       resolved.lookahead)
@@ -234,6 +242,11 @@ def _keep_on_host(runner: Runner, resolved: Resolved) -> None:
     except PinError as e:
         asked = resolved.config.kv.kv_host_bytes or 0
         raise ConfigError([Refusal(f"--kv-host-bytes {gib(asked)}", "this machine", str(e), "give less")]) from e
+
+
+def _not_fixed(name: str, implementation: str) -> Refusal:
+    return Refusal("--deterministic", f"model {name}", f"{implementation} sums in an order that depends on the batch",
+                   "serve it without, or choose a model of a native family")
 
 
 def _processors(table: SlotTable, vocab_size: int, resolved: Resolved) -> CustomProcessors:

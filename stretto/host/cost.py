@@ -79,7 +79,8 @@ class CostModel:
     """Seconds of a step. `padded(tokens)`: how many tokens the device computes for so many; the identity where sizes
     are exact. `most`: tokens of the largest step."""
 
-    def __init__(self, samples: Sequence[tuple[StepWork, float]], most: int, padded: Callable[[int], int] | None = None):
+    def __init__(self, samples: Sequence[tuple[StepWork, float]], most: int,
+                 padded: Callable[[int], int] | None = None):
         """Raises ValueError without samples of at least two token counts."""
         self._padded = np.fromiter((n if padded is None else padded(n) for n in range(most + 1)), np.int64, most + 1)
         counts = sorted({int(self._padded[min(work.tokens, most)]) for work, _ in samples})

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
@@ -98,13 +98,15 @@ class _Flight:
 class Elastic:
     """`widths`: the draft widths that may be proposed, 0 among them, the largest last. `exact`: a draft that is not
     offered costs nothing (sizes are exact); otherwise its place in the step is padding and costs as much. `goal`: most
-    seconds of a step, or None. `on_host`: proposals come with the plan that verifies them, not a step before."""
+    seconds of a step, or None. `on_host`: proposals come with the plan that verifies them, not a step before. `adapts`:
+    False where every row has as many drafts as it may, and only prompt chunks are fitted to the goal."""
 
     def __init__(self, cost: CostModel, n_slots: int, widths: Sequence[int], exact: bool, goal: float | None = None,
-                 on_host: bool = False):
-        if len(widths) < 2 or widths[0] != 0 or list(widths) != sorted(set(widths)):
+                 on_host: bool = False, adapts: bool = True):
+        if not widths or widths[0] != 0 or list(widths) != sorted(set(widths)):
             raise ValueError(f"widths {list(widths)} must rise from 0 to the most drafts of a step")
-        self.cost, self.widths, self.exact, self.goal, self.on_host = cost, tuple(widths), exact, goal, on_host
+        self.cost, self.widths, self.exact, self.goal = cost, tuple(widths), exact, goal
+        self.on_host, self.adapts = on_host, adapts
         self.acceptance = Acceptance(n_slots, widths[-1])
         self.counters = ElasticCounters(chosen=[0] * (widths[-1] + 1))
         self._drafted = widths[-1] if on_host else 0  # width that the last plan proposes, which the next one may verify
@@ -131,10 +133,17 @@ class Elastic:
             self.acceptance.recall(slot, known)
         self._occupants[slot] = who
 
+    def describe(self) -> dict[str, object]:
+        """For people: what the decisions rest on."""
+        return {"draft_widths": list(self.widths), "adapts": self.adapts, "step_goal_ms": self.goal and 1e3 * self.goal,
+                "measured_steps": self.cost.samples, "step_times": self.cost.describe()}
+
     # --------------------------------------------------------------------------------------------------- one step
     def choose(self, demand: Demand) -> Choice:
         """For the next plan. Whatever it says is only an upper bound: a plan may hold less."""
         rows = len(demand.slots)
+        if not self.adapts:
+            demand = replace(demand, fixed=np.ones(rows, dtype=bool))
         self.acceptance.step(demand.slots)
         gains, costs = self._weigh(demand)
         if rows != self._rated_rows or self.counters.steps % RATED_STEPS == 0:

@@ -121,8 +121,9 @@ class Ledger:
             return None
         pages = [self.free[group].popleft() for _ in range(n)]
         for page in pages:
-            if self._fenced:
+            if self._fenced:  # from the next plan on nobody needs to wait for it any more
                 self._ops.fence(self._fence_of(group, page))
+                self._fenced.pop((group, page), None)
             self._is_free[group][page] = 0
         self.leased[group] += n
         return pages
@@ -155,6 +156,13 @@ class Ledger:
         self._fenced[group, page] = self._ops.next_seq
         self._copying.append((self._ops.next_seq, (group, page)))
 
+    def _fence_poison(self, group: int, page: int) -> None:
+        """Debug: poison may run beside the step as copies do, and after those of earlier plans."""
+        if self.tier is not None:
+            if (seq := self._fence_of(group, page)) != self._ops.next_seq:
+                self._ops.fence(seq)
+            self._fence(group, page)
+
     def _fence_of(self, group: int, page: int) -> int:
         """The plan whose copies of this page are not yet known to be done; -1: there is none."""
         return self._fenced.get((group, page), -1)
@@ -164,7 +172,7 @@ class Ledger:
         self._is_free[group][page] = 1
         self.free[group].append(page)
         if self._poison:
-            self._ops.fence(self._fence_of(group, page))
+            self._fence_poison(group, page)
             self._ops.poison(group, page)
 
     def _give(self, group: int, page: int) -> None:

@@ -10,7 +10,7 @@ any order. Between two plans one slot may be mapped, released, seated, and relea
     page ops     keep their order among themselves: a page freed, taken again and copied into reads POISON, COPY
 
 Page operations of a plan that saves or restores run beside its step (wire.StepPlan). `fence` says up to which plan they
-must be done before the step begins; copies and poison among them are always waited for.
+must be done before the step begins; copies among them are always waited for.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Ops:
         maps = [(slot, group, index, page) for slot, pages in self._maps.items()
                 for (group, index), page in pages.items()]
         kinds = {op[0] for op in self._page_ops}
-        if kinds & {PageOp.SAVE, PageOp.RESTORE} and kinds & {PageOp.COPY, PageOp.POISON}:
+        if kinds & {PageOp.SAVE, PageOp.RESTORE} and PageOp.COPY in kinds:
             self.fence(seq)
         plan = StepPlan(seq, draft_width, list(self._releases), list(self._seats.values()), maps, self._page_ops,
                         list(self._drafts.values()), rows, fence=self._fence)

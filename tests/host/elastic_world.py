@@ -58,7 +58,7 @@ class Point:
     rows: int
     context: int
     acceptance: Acceptances
-    prompts: float = 0.0  # prompt tokens that come with each generated token: of the requests that replace those that end
+    prompts: float = 0.0  # prompt tokens for each generated one: of the requests that replace those that end
     offers: float = 1.0  # chance that the drafter finds anything for a row
 
 

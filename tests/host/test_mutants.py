@@ -23,8 +23,9 @@ from stretto.host.results import Results
 from stretto.host.session import ROLLED_BACK, Sessions
 from stretto.host.share import share_budget
 from stretto.host.slots import Slots
+from stretto.host.tier import HostTier
 from stretto.host.turn import Turn
-from stretto.wire import NEVER, Goal, Int, Seam
+from stretto.wire import NEVER, Goal, Int, Moved, Seam
 from tests.host.fake_device import FakeDevice
 from tests.host.harness import Harness, World, make_world
 
@@ -35,6 +36,7 @@ EAGLE = dict(SPEC, drafter="eagle", page_size=4)
 WINDOW = dict(SPEC, windows=(None, 5), small_windows=False)
 TIGHT = dict(room=1.0, eager=True)
 LATE = dict(depth=2)
+TIER = dict(room=1.0, eager=True, host_room=4.0, page_size=4, prefix_cache=True, session_share=0.6)
 SESSIONS = dict(session_share=1.0, most_waiting=4)
 
 
@@ -121,7 +123,9 @@ def swap_without_remapping(m: Patch) -> None:
 
 
 def adopt_over_a_window_gap(m: Patch) -> None:
-    m.setattr(Ledger, "_window_held", lambda self, path: True)
+    def longest(f, self, path, has):
+        return f(self, path, lambda node, g: self.windows[g] is not None or has(node, g))
+    wrapped(m, Ledger, "_longest", longest)
 
 
 def adopt_without_reference(m: Patch) -> None:
@@ -373,7 +377,80 @@ def eos_ignored(m: Patch) -> None:
     m.setattr(Intake, "_stop_ids", lambda self, sampling: tuple(sampling.stop_token_ids))
 
 
+# ------------------------------------------------------------------------------------------------------- host tier
+def pages_read_before_they_have_come(m: Patch) -> None:
+    m.setattr(Ledger, "arrived", lambda self, lease: True)
+
+
+def step_does_not_wait_for_what_it_reads(m: Patch) -> None:
+    m.setattr(Ledger, "wait_for", lambda self, lease: None)
+
+
+def pages_taken_before_they_are_saved(m: Patch) -> None:
+    """Whoever takes a page overwrites what is still to be copied from it."""
+    wrapped(m, Ledger, "_fence_of", lambda f, self, group, page: -1)
+
+
+def a_page_that_comes_back_is_not_fenced(m: Patch) -> None:
+    """Dropped and taken by another, it is overwritten by the late copy."""
+    def come_back(f, self, *args):
+        before = dict(self._fenced)
+        f(self, *args)
+        self._fenced.clear()
+        self._fenced.update(before)
+    wrapped(m, Ledger, "_come_back", come_back)
+
+
+def copies_count_as_done_too_early(m: Patch) -> None:
+    wrapped(m, Ledger, "moved", lambda f, self, done: f(self, Moved(done.seq + 1, 0.0, 0.0)))
+
+
+def another_pages_copy_comes_back(m: Patch) -> None:
+    def restore(f, self, node, group, page):
+        other = node.parent if node.parent is not None and node.parent.saved[group] else node
+        f(self, other, group, page)
+    wrapped(m, HostTier, "restore", restore)
+
+
+def a_host_page_with_two_owners(m: Patch) -> None:
+    wrapped(m, HostTier, "_make_room", lambda f, self, group: (
+        f(self, group), self.free[group].appendleft(self.free[group][-1]))[0])
+
+
+def a_forgotten_copy_is_still_used(m: Patch) -> None:
+    def forget(f, self, node, group):
+        host_page = node.saved[group]
+        f(self, node, group)
+        node.saved[group] = host_page
+    wrapped(m, HostTier, "_forget_page", forget)
+
+
+def homes_are_not_left(m: Patch) -> None:
+    """Pages of a sequence that shares none stay for ever when it is aborted."""
+    m.setattr(Ledger, "forget", lambda self, home: None)
+
+
 # --------------------------------------------------------------------------------- the device half's share of the laws
+class SeamNotRestored(FakeDevice):
+    def restore(self, group, host_page, page):
+        super().restore(group, host_page, page)
+        self.page_tap.pop(page, None)
+
+
+class DraftCellsStay(FakeDevice):
+    """Only the target's KV travels."""
+
+    def save(self, group, page, host_page):
+        super().save(group, page, host_page)
+        self.host[group][host_page].draft_cells = [None] * self.world.page
+
+
+class CopiesInAnyOrder(FakeDevice):
+    def finish_copies(self, fence):
+        self.rng.shuffle(self.copies)
+        return super().finish_copies(fence)
+
+
 class UnguardedOffer(FakeDevice):
     def may_offer(self, slot, n_out):
         return True
@@ -476,6 +553,18 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None] | type[FakeDevice], dict]] = {
     "drafter_cell_stored_at_i": (CellStoredAtI, dict(EAGLE, session_share=0)),
     "seam_not_kept": (SeamNotKept, EAGLE),
     "ingests_only_speculating_rows": (IngestsOnlySpeculatingRows, EAGLE),
+    "pages_read_before_they_have_come": (pages_read_before_they_have_come, TIER),
+    "step_does_not_wait_for_what_it_reads": (step_does_not_wait_for_what_it_reads, TIER),
+    "pages_taken_before_they_are_saved": (pages_taken_before_they_are_saved, TIER),
+    "a_page_that_comes_back_is_not_fenced": (a_page_that_comes_back_is_not_fenced, TIER),
+    "copies_count_as_done_too_early": (copies_count_as_done_too_early, TIER),
+    "another_pages_copy_comes_back": (another_pages_copy_comes_back, TIER),
+    "a_host_page_with_two_owners": (a_host_page_with_two_owners, dict(TIER, host_room=0.3)),
+    "a_forgotten_copy_is_still_used": (a_forgotten_copy_is_still_used, dict(TIER, host_room=0.3)),
+    "homes_are_not_left": (homes_are_not_left, dict(TIER, prefix_cache=False)),
+    "seam_not_restored": (SeamNotRestored, TIER | EAGLE),
+    "draft_cells_stay": (DraftCellsStay, TIER | EAGLE),
+    "copies_in_any_order": (CopiesInAnyOrder, TIER),
     "cap_ignored": (CapIgnored, dict(SPEC, accept=0.95, drafter="ngram", random_caps=True)),
 }
 

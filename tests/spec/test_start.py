@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Literal
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def drafts(tmp_path_factory) -> dict[str, str]:
     return {name: str(make(folder / name)[0]) for name, make in makers.items()}
 
 
-def config(model, speculation: str, tokens: int | None = None, **kv) -> Config:
+def config(model, speculation: str, tokens: int | Literal["auto"] = "auto", **kv) -> Config:
     return Config(model=ModelSection(str(model), device="cpu"), kv=KVSection(**({"kv_tokens": 1024} | kv)),
                   speculation=SpeculationSection(speculation, tokens))
 

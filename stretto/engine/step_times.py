@@ -1,0 +1,169 @@
+"""How long steps take on this machine: measured before the first request, for host/cost.py.
+
+Steps of several sizes run through the device half as real plans: rows that decode, rows that verify drafts, prompt
+chunks, each on short and long contexts, with and without proposals. The ids are random, and the KV cells are whatever
+the pool holds; neither matters for the time. Everything is released afterwards.
+
+    seat n rows, step            warm
+    step, step, step             timed, each from launch to result; the median counts
+    release
+
+The order goes from what matters most to what matters least, and measuring stops when its time is over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stretto.device.streams import DeviceHalf
+from stretto.host.cost import StepWork
+from stretto.host.limits import HostLimits
+from stretto.wire import NEVER, HostDraft, Int, Real, Seam, Seat, StepPlan, StepResult, pack_plan, unpack_result
+
+logger = logging.getLogger(__name__)
+
+Samples = list[tuple[StepWork, float]]
+
+TIMED_STEPS = 3
+SECONDS = 3.0  # that measuring takes, about
+LEAST_POINTS = 4  # that are measured even where they take longer
+LONG_STEP = 0.2  # seconds from which one run is enough
+SHORT_CONTEXT, LONG_CONTEXT = 32, 2048
+ROWS = (1, 4, 16, 64, 256)
+FIRST_EPOCH = 1 << 30  # no turn will have it
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step to measure: rows that verify `drafts` drafts each, or a single prompt chunk."""
+
+    rows: int
+    context: int
+    drafts: int = 0
+    draft_width: int = 0
+    chunk: int = 0
+
+    @property
+    def work(self) -> StepWork:
+        if self.chunk:
+            read = self.context + self.chunk
+            return StepWork(1, self.chunk, read, self.chunk * read)
+        tokens = self.rows * (1 + self.drafts)
+        return StepWork(self.rows, tokens, self.rows * self.context, draft_width=self.draft_width)
+
+
+def points(limits: HostLimits) -> list[Point]:
+    """What is worth measuring, the most important first."""
+    room = limits.max_model_len - 1 - (TIMED_STEPS + 1) * (1 + limits.width)
+    short, long = max(0, min(SHORT_CONTEXT, room)), max(0, min(LONG_CONTEXT, room))
+    rows = [n for n in ROWS if n < limits.max_slots - 1] + [limits.max_slots - 1]
+    rows = [n for n in rows if n * (1 + limits.width) <= limits.budget] or [1]
+    own = 0 if limits.drafter is not None else limits.width  # drafts that the device proposes
+    chunks = sorted({min(n, limits.chunk, limits.max_model_len - 2) for n in (64, 512, limits.chunk)})
+    found = [Point(1, short), Point(1, short, limits.width), Point(1, 0, chunk=chunks[0])]
+    found += [Point(1, short, draft_width=own), Point(1, 0, chunk=chunks[-1]), Point(1, long)]
+    for n in rows[1:]:
+        found += [Point(n, short), Point(n, short, limits.width), Point(n, short, draft_width=own)]
+    found += [Point(1, 0, chunk=n) for n in chunks[1:-1]]
+    found += [Point(1, min(long, limits.max_model_len - 2 - chunks[-1]), chunk=chunks[-1])]
+    found += [Point(n, long) for n in rows[1:]] + [Point(n, short, limits.width // 2) for n in rows]
+    return [p for p in dict.fromkeys(found) if p.context >= 0 and _cells(p, limits) <= limits.kv_tokens]
+
+
+def _cells(point: Point, limits: HostLimits) -> int:
+    """That one row needs; rows share pages where the pool is small."""
+    return point.context + point.chunk + (TIMED_STEPS + 1) * (1 + limits.width)
+
+
+class StepTimes:
+    """Measures points on a device half that runs nothing else. Random ids are below `vocab_size`."""
+
+    def __init__(self, device: DeviceHalf, limits: HostLimits, vocab_size: int):
+        self._device, self._limits, self._vocab_size = device, limits, vocab_size
+        self._random = np.random.default_rng(0)
+        self._seq = 0
+
+    def measure(self, seconds: float = SECONDS, progress: Callable[[int, int], None] | None = None) -> Samples:
+        """(what, seconds) of each point that there was time for."""
+        samples: Samples = []
+        wanted = points(self._limits)
+        ends = time.perf_counter() + seconds
+        for done, point in enumerate(wanted, 1):
+            if done > LEAST_POINTS and time.perf_counter() > ends:
+                break
+            samples.append((point.work, statistics.median(self._times(point))))
+            if progress:
+                progress(done, len(wanted))
+        return samples
+
+    def _times(self, point: Point) -> Iterator[float]:
+        """The first run, which compiles or warms, counts only where it takes long."""
+        known = [point.context + max(point.chunk, 1)] * point.rows
+        for step in range(1 + TIMED_STEPS):
+            plan = StepPlan(self._seq, point.draft_width)
+            self._seq += 1
+            if step == 0 or point.chunk:
+                self._seat(plan, point)
+            for slot in range(1, 1 + point.rows):
+                plan.rows.append((slot, FIRST_EPOCH + slot, point.chunk or 1 + point.drafts))
+                if point.drafts:
+                    plan.drafts.append(HostDraft(slot, FIRST_EPOCH + slot, known[slot - 1], self._ids(point.drafts)))
+            result, took = self._run(plan)
+            known = [row.known for row in result.rows]
+            if step or took > LONG_STEP:
+                yield took
+            if took > LONG_STEP:
+                break
+        self._run(StepPlan(self._seq, releases=list(range(1, 1 + point.rows))))
+        self._seq += 1
+
+    def _run(self, plan: StepPlan) -> tuple[StepResult, float]:
+        packed = pack_plan(plan)
+        began = time.perf_counter()
+        self._device.launch(packed)
+        result = unpack_result(self._device.collect())
+        return result, time.perf_counter() - began
+
+    def _ids(self, n: int) -> list[int]:
+        return self._random.integers(0, self._vocab_size, n).tolist()
+
+    def _seat(self, plan: StepPlan, point: Point) -> None:
+        """Rows whose contexts count as fed. Their pages are spread over the pool, and shared where it is small."""
+        limits, cells = self._limits, _cells(point, self._limits) + self._limits.lookahead
+        each = -(-cells // limits.page_size)
+        for slot in range(1, 1 + point.rows):
+            log = self._ids(point.context + max(point.chunk, 1))
+            ints = {Int.LEN: point.context, Int.KNOWN: len(log), Int.LIMIT: cells - limits.lookahead, Int.PROMPT: 1,
+                    Int.EPOCH: FIRST_EPOCH + slot, Int.DRAFT_LEN: point.context, Int.SPECULATION: limits.width,
+                    Int.LOGPROBS: -1, Int.SCORE_FROM: NEVER, Int.SEAM: Seam.KEEP if point.context else Seam.START}
+            reals = {Real.TOP_P: 1.0, Real.REPETITION: 1.0}
+            columns = [ints.get(c, 0) for c in Int], [reals.get(c, 0.0) for c in Real]
+            plan.seats.append(Seat(slot, True, *columns, 0, log))
+            plan.maps += [(slot, group, index, 1 + ((slot - 1) * each + index) % pages)
+                          for group, pages in enumerate(limits.pages) for index in range(each)]
+
+
+# --------------------------------------------------------------------------------------------------------------- cache
+def cached(folder: Path, key: object, measure: Callable[[], Samples]) -> tuple[Samples, bool]:
+    """The samples of an earlier start with an equal key (anything JSON can hold), or new ones; whether they are old."""
+    name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    path = folder / "step_times" / f"{name}.json"
+    try:
+        return [(StepWork(*work), float(seconds)) for work, seconds in json.loads(path.read_text())], True
+    except (OSError, ValueError, TypeError):
+        samples = measure()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(samples))
+    except OSError as e:
+        logger.info("step times are not kept for the next start: %s", e)
+    return samples, False
