@@ -31,10 +31,10 @@ from stretto.text.json_schema import children, in_other_words
 MAX_SOURCE = 512 * 1024  # characters of one grammar
 MAX_CHOICES = 10_000
 MAX_PLACES = 500  # parts of a broken schema that are tried one by one to name the broken one
-LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000, verbose_errors=False)  # a mask: some 20 ms
+LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=200_000, verbose_errors=False)  # a mask: 30 ms
 PROBED = 2  # tokens that a new grammar is led along: the first one may be forced, which needs no lexer
 _TOO_COMPLEX = {"ParserTooComplex": "its parser", "LexerTooComplex": "its lexer"}
-_TEXTUAL = {"regex": "regex", "choice": "choice", "lark": "lark", "ebnf": "ebnf"}
+_TEXTUAL = {"regex": "regex", "lark": "lark", "ebnf": "ebnf"}
 
 
 class GrammarError(ValueError):
@@ -100,6 +100,8 @@ def _definition(grammar: Grammar) -> str:
         choices = _parsed(source, (list,))
         if not choices or len(choices) > MAX_CHOICES or not all(isinstance(c, str) and c for c in choices):
             raise GrammarError(f"a choice is a list of 1 to {MAX_CHOICES} strings that are not empty")
+        listed = " | ".join(json.dumps(c).replace("\x7f", r"\u007f") for c in choices)
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {listed}")  # one token of its lexer, one automaton
     if kind in _TEXTUAL and not source:
         raise GrammarError("it is empty; say what the answer must look like, or leave it out")
     if kind in _TEXTUAL:
@@ -109,8 +111,8 @@ def _definition(grammar: Grammar) -> str:
     if kind == "llguidance":
         _parsed(source, (dict,))
         return source
-    raise GrammarError(f"grammars of the kind {kind!r} are not known; known: json_schema, structural_tag, llguidance, "
-                       + ", ".join(_TEXTUAL))
+    raise GrammarError(f"grammars of the kind {kind!r} are not known; known: json_schema, choice, structural_tag, "
+                       "llguidance, " + ", ".join(_TEXTUAL))
 
 
 def _schema_text(schema: Any) -> str:

@@ -11,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from stretto.params import Grammar
 from stretto.text.grammar import (
     LIMITS,
+    MAX_CHOICES,
     MAX_SOURCE,
     GrammarError,
     check_grammar,
@@ -53,13 +54,23 @@ def test_kinds_of_grammars(tokens: LLTokenizer, grammar: Grammar, good: list[str
         assert not accepts(tokens, grammar, text), text
 
 
+def test_choices_may_hold_any_text(tokens: LLTokenizer):
+    choices = ["a", "ab", 'q"u', "back\\slash", "new\nline", "\x00\x1f\x7f", "é\u2028😀", "/re/", "%json {}", "<|x|>",
+               "a|b", "{1}", "//", " ", "\\n", "\\u0041"]
+    grammar = Grammar("choice", json.dumps(choices))
+    assert all(accepts(tokens, grammar, choice) for choice in choices)
+    assert not any(accepts(tokens, grammar, text) for text in ("", "A", "\n", "ba", "b", "a|", "abab"))
+
+
 @pytest.mark.parametrize(("grammar", "word"), [
     (Grammar("json_schema", "[1]"), "an object"), (Grammar("json_schema", "{"), "not JSON"),
     (Grammar("json_schema", "[" * 100_000), "not JSON"), (Grammar("choice", '[""]'), "strings"),
     (Grammar("choice", "3"), "a list"), (Grammar("prose", "x"), "known"),
     (Grammar("lark", 'start: "a" b'), "unknown name"),
     (Grammar("ebnf", "root ::= c"), "c"), (Grammar("structural_tag", '{"structures": [1], "triggers": []}'), "begin"),
-    (Grammar("regex", "x" * (MAX_SOURCE + 1)), "limit"), (Grammar("json_schema", "false"), "nothing"),
+    (Grammar("regex", "x" * (MAX_SOURCE + 1)), "limit"),
+    (Grammar("choice", json.dumps(["x"] * (MAX_CHOICES + 1))), f"1 to {MAX_CHOICES}"),
+    (Grammar("json_schema", "false"), "nothing"),
     (Grammar("lark", "start: <|no_such_token|>"), "no_such_token"),
 ], ids=lambda value: value.kind if isinstance(value, Grammar) else "")
 def test_what_is_wrong_is_said(tokens: LLTokenizer, grammar: Grammar, word: str):
@@ -88,17 +99,38 @@ def test_what_one_mask_costs_is_bounded(tokens: LLTokenizer, grammar: Grammar, b
 
 
 @pytest.mark.parametrize("grammar", [
-    Grammar("choice", json.dumps([f"choice number {i}" for i in range(1000)])),
+    Grammar("choice", json.dumps([f"choice number {i}" for i in range(MAX_CHOICES)])),
+    Grammar("json_schema", json.dumps({"enum": [f"choice number {i}" for i in range(MAX_CHOICES)]})),
     Grammar("json_schema", json.dumps({"type": "object", "properties": {f"name_{i}": {
         "type": "string", "pattern": r"^\\w{1,64}@[a-z]{2,20}$", "format": None} if i % 2 else {
         "type": "string", "format": "date-time", "maxLength": 1000} for i in range(100)}}).replace(
             ', "format": null', "")),
     Grammar("regex", r"(\w{1,2000} ){5}"), Grammar("json_schema", '{"type": "string", "maxLength": 100000}'),
     Grammar("json_schema", '{"type": "integer", "multipleOf": 86400}'),
-], ids=["choices", "schema", "words", "string", "days"])
+], ids=["choices", "enum", "schema", "words", "string", "days"])
 def test_what_is_large_and_honest_passes(tokens: LLTokenizer, grammar: Grammar):
     check_grammar(grammar)
     compiled(grammar, tokens)
+
+
+class DigitTokenizer(ByteTokenizer):
+    """Numbers of up to three digits are tokens, too, as in the vocabularies of Llama 3 and GPT-4."""
+
+    numbers = [str(i) for i in range(10)] + [f"{i:0{n}}" for n in (2, 3) for i in range(10**n)]  # noqa: RUF012
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.numbers[token_id - VOCAB].encode() if token_id >= VOCAB else super().token_bytes(token_id)
+
+
+@pytest.mark.parametrize("multiple", [12, 60, 1000, 3600, 86400])
+def test_multiples_among_many_digit_tokens(multiple: int):
+    tokenizer = DigitTokenizer()
+    digits = vocabulary(tokenizer, VOCAB + len(tokenizer.numbers), [EOS])
+    matcher = compiled(Grammar("json_schema", json.dumps({"type": "integer", "multipleOf": multiple})), digits)
+    for _ in range(8):
+        matcher.try_consume_tokens([VOCAB + tokenizer.numbers.index("864")])
+        matcher.compute_bitmask()
+    assert not matcher.is_error(), matcher.get_error()
 
 
 PRIMES = [{"type": "integer", "multipleOf": 331}, {"multipleOf": 307}]
