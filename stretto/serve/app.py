@@ -13,7 +13,7 @@ from starlette.responses import Response
 from stretto import __version__
 from stretto.protocol import AsyncEngine
 from stretto.serve import errors, operations
-from stretto.serve.bodies import described, openapi_with
+from stretto.serve.bodies import described
 from stretto.serve.calls import accept, answer, make_generation, prepare_chat
 from stretto.serve.chat import chat_completion, chat_events
 from stretto.serve.completions import completion, completion_events
@@ -24,27 +24,10 @@ from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.messages import messages
 from stretto.serve.middleware import AnswerCounts, ApiKeys, RequestIds
 from stretto.serve.native import native
+from stretto.serve.openapi import complete_openapi
 from stretto.serve.page import page
 from stretto.serve.responses import responses
-from stretto.serve.schemas import (
-    AbortBody,
-    ChatRequest,
-    CloseSessionBody,
-    CompletionRequest,
-    CountTokensRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    GenerateRequest,
-    MessagesRequest,
-    OpenSessionBody,
-    RerankRequest,
-    ResponsesRequest,
-    RewindBody,
-    ScoreRequest,
-    SessionBody,
-    TokenizeRequest,
-    TraceBody,
-)
+from stretto.serve.schemas import ChatRequest, CompletionRequest
 from stretto.serve.service import Generation, Service
 from stretto.serve.sessions import sessions
 from stretto.serve.settings import ServeSettings
@@ -69,10 +52,7 @@ def build_app(engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSet
                    operations.probes(service), operations.facts(service), operations.tokens(service),
                    operations.aborts(service), control(service), traces(service), sessions(service), page()):
         app.include_router(router)
-    app.openapi = openapi_with(  # type: ignore[method-assign]
-        app, [ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
-              GenerateRequest, EmbeddingRequest, ScoreRequest, RerankRequest, TokenizeRequest, DetokenizeRequest,
-              AbortBody, TraceBody, SessionBody, RewindBody, OpenSessionBody, CloseSessionBody])
+    app.openapi = complete_openapi(app)  # type: ignore[method-assign]
     if settings.api_keys or settings.admin_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys, admin_keys=settings.admin_keys)
     app.add_middleware(AnswerCounts, metrics=service.metrics)

@@ -1,16 +1,14 @@
-"""Reading request bodies: size limit, strict JSON, pydantic; and their place in the OpenAPI document.
+"""Reading request bodies: size limit, strict JSON, pydantic; how a route names its own for the OpenAPI document.
 
 FastAPI's own parsing is left aside, for it accepts NaN, turns deep nesting into a 500 and reads bodies of any size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
+from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from stretto.serve.errors import ApiError, bad_request, from_validation
@@ -92,20 +90,3 @@ def described(model: type[BaseModel]) -> dict[str, Any]:
     """The `openapi_extra` of a route whose handler reads `model` by itself."""
     schema = {"$ref": _COMPONENT.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def openapi_with(app: FastAPI, models: list[type[BaseModel]]) -> Callable[[], dict[str, Any]]:
-    """A replacement for `app.openapi` that also describes the models named by `described`."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            components = document.setdefault("components", {}).setdefault("schemas", {})
-            for model in models:
-                schema = model.model_json_schema(ref_template=_COMPONENT)
-                components.update(schema.pop("$defs", {}))
-                components[model.__name__] = schema
-            app.openapi_schema = document
-        return app.openapi_schema
-
-    return openapi

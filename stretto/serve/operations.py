@@ -71,6 +71,7 @@ def facts(service: Service) -> APIRouter:
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
+    @router.get("/get_server_info")
     @router.get("/server_info")
     async def server_info() -> Response:
         info, settings = service.info, service.settings
@@ -78,9 +79,10 @@ def facts(service: Service) -> APIRouter:
             **info.server_info, "version": __version__, "model_name": info.model_name,
             "served_model_names": service.names, "vocab_size": info.vocab_size, "max_model_len": info.max_model_len,
             "max_num_seqs": info.max_num_seqs, "kv_tokens": info.kv_tokens, "eos_token_ids": info.eos_token_ids,
-            "speculation_tokens": info.speculation_tokens, "default_sampling": info.sampling_defaults,
-            "strict_requests": settings.strict_requests, "max_body_bytes": settings.max_body_bytes,
-            "max_live_requests": settings.max_live_requests, "api_key_required": bool(settings.api_keys)})
+            "speculation_tokens": info.speculation_tokens, "hidden_size": info.hidden_size,
+            "default_sampling": info.sampling_defaults, "strict_requests": settings.strict_requests,
+            "max_body_bytes": settings.max_body_bytes, "max_live_requests": settings.max_live_requests,
+            "api_key_required": bool(settings.api_keys)})
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
@@ -111,11 +113,22 @@ def tokens(service: Service) -> APIRouter:
             special = body.add_special_tokens is not False
             ids = await service.in_pool(service.reader.encode, body.prompt, "prompt", special)
         else:
-            chat = ChatBody.model_construct(**{name: getattr(body, name) for name in _CHAT_FIELDS})
-            ids = await service.in_pool(service.reader.chat, chat)
+            ids = await service.in_pool(service.reader.chat, _as_chat(body))
         names = [service.token_text(i) for i in ids] if body.return_token_strs else None
         return JSONResponse({"count": len(ids), "max_model_len": service.info.max_model_len, "tokens": ids,
                              "token_strs": names}, headers=ignored_header(ignored))
+
+    @router.post("/apply-template", summary="Messages as the text of their prompt",
+                 openapi_extra=described(TokenizeRequest))
+    async def apply_template(request: Request) -> Response:
+        body = await read_body(service, request, TokenizeRequest)
+        ignored = check_fields(body, service.settings.strict_requests)
+        service.check_model(body.model)
+        if body.messages is None or body.prompt is not None:
+            raise bad_request("give messages, as in a chat completion", "messages")
+        ids = await service.in_pool(service.reader.chat, _as_chat(body))
+        text = await service.in_pool(service.tokenizer.decode, ids, False)
+        return JSONResponse({"prompt": text}, headers=ignored_header(ignored))
 
     @router.post("/detokenize", openapi_extra=described(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
@@ -129,6 +142,10 @@ def tokens(service: Service) -> APIRouter:
         return JSONResponse({"prompt": text}, headers=ignored_header(ignored))
 
     return router
+
+
+def _as_chat(body: TokenizeRequest) -> ChatBody:
+    return ChatBody.model_construct(**{name: getattr(body, name) for name in _CHAT_FIELDS})
 
 
 def aborts(service: Service) -> APIRouter:
