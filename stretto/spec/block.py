@@ -31,7 +31,7 @@ from stretto.ragged import RaggedStep
 from stretto.spec.api import DrafterCaps, Offer, SlotView
 from stretto.spec.context import DrafterContext, DrafterError, DraftKV, Target
 from stretto.spec.layers import layer_specs, rotary_of
-from stretto.spec.repos import DraftRepo, check_equal, check_vocabulary, tap_names
+from stretto.spec.repos import DraftRepo, check_equal, check_made_for, check_vocabulary, tap_names
 from stretto.spec.sources import Renamed, parse_config
 from stretto.spec.steps import StreamKV, block, last_cell, stream_of
 from stretto.spec.vocabulary import DraftHead
@@ -63,6 +63,7 @@ class Layout:
 
 def read_layout(repo: DraftRepo, target: Target, section: str, from_anchor: bool) -> Layout:
     """`section`: the key under which options may be nested. Raises DrafterError."""
+    check_made_for(repo, target)
     raw = repo.raw
     nested = raw.get("transformer_layer_config")
     layer_raw = nested if nested is not None else raw

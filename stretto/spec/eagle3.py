@@ -27,7 +27,15 @@ from stretto.spec.chain import ChainDrafter
 from stretto.spec.context import DrafterContext, DrafterError, DrafterSizes, Target
 from stretto.spec.eagle import chain_caps, plain_name
 from stretto.spec.layers import DraftLayer, kv_groups, layer_specs, rotary_of, style_of
-from stretto.spec.repos import DraftRepo, check_equal, check_vocabulary, count_parameters, open_repo, tap_names
+from stretto.spec.repos import (
+    DraftRepo,
+    check_equal,
+    check_made_for,
+    check_vocabulary,
+    count_parameters,
+    open_repo,
+    tap_names,
+)
 from stretto.spec.sources import Renamed, parse_config
 from stretto.spec.vocabulary import DraftHead
 
@@ -60,6 +68,7 @@ def default_layers(n: int) -> list[int]:
 
 
 def read_layout(repo: DraftRepo, target: Target) -> Layout:
+    check_made_for(repo, target)
     raw = repo.raw
     nested: Mapping[str, Any] | None = raw.get("transformer_layer_config")
     eagle = raw.get("eagle_config") or {}

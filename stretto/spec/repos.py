@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stretto.model.config import ConfigError, read_config
 from stretto.model.dequantize import dequantized
+from stretto.model.gguf import GGUFSource
 from stretto.model.hub import ModelNotFound, resolve_model
 from stretto.model.quantization import parse_quantization
-from stretto.model.source import WeightSource
+from stretto.model.source import WeightError, WeightSource
 from stretto.spec.context import DrafterError, Target
 from stretto.spec.sources import open_source
 
+SHIPPED = Path(__file__).parent / "trained"  # heads for the default model, by kind; made by `training/`
+FINAL_NORM = "model.norm.weight"
 TREES = ("trees of drafts are not verified here: a slot has one chain of drafts (no parent column, no tree mask, no"
          " compaction of accepted cells): leave topk out, or set it to 1")
 
@@ -30,8 +36,12 @@ class DraftRepo:
     options: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def shipped(self) -> bool:
+        return self.path.parent == SHIPPED
+
+    @property
     def name(self) -> str:
-        return f"drafter {self.kind} ({self.path.name})"
+        return f"drafter {self.kind} ({'the head that ships' if self.shipped else self.path.name})"
 
     def source(self) -> WeightSource:
         """Its tensors as numbers, however they are stored. Raises WeightError and model.config.ConfigError."""
@@ -65,8 +75,11 @@ def split_settings(kind: str, settings: str, known: tuple[str, ...]) -> tuple[st
 
 
 def open_repo(kind: str, settings: str, known: tuple[str, ...] = ()) -> DraftRepo:
-    """The draft checkpoint that the settings name: a folder, or a hub id (fetched if need be). Raises DrafterError."""
+    """The draft checkpoint that the settings name: a folder, or a hub id (fetched if need be). Where they name none, the
+    head of this kind that ships with the package. Raises DrafterError."""
     name, options = split_settings(kind, settings, known)
+    if not name and (SHIPPED / kind).is_dir():
+        return DraftRepo(kind, SHIPPED / kind, read_config(SHIPPED / kind)[0], options)
     if not name:
         raise DrafterError(f"drafter {kind} needs a draft checkpoint: --speculation {kind}:FOLDER-OR-HUB-ID")
     try:
@@ -88,6 +101,27 @@ def check_equal(what: str, draft: DraftRepo, mine: int, target: Target, theirs: 
 
 def check_vocabulary(draft: DraftRepo, mine: int, target: Target) -> None:
     check_equal("vocabulary", draft, mine, target, target.vocab_size)
+
+
+def check_made_for(draft: DraftRepo, target: Target) -> None:
+    """A head that ships is for one model, which its final norm tells from others: quantised files hold it unrounded.
+    Raises DrafterError naming both."""
+    if draft.shipped and fingerprint(target.path) != draft.raw["target_fingerprint"]:
+        raise DrafterError(f"{draft.name} was trained for {draft.raw['target_model']}; target {target.name} is another"
+                           f" model: name a draft checkpoint for it, --speculation {draft.kind}:FOLDER-OR-HUB-ID, or"
+                           " take ngram, which needs none")
+
+
+def fingerprint(model: Path) -> str | None:
+    """Of the model in this folder or GGUF file; None where it has no final norm under the usual name."""
+    try:
+        source: WeightSource = GGUFSource(model) if model.suffix == ".gguf" else open_source(model)
+        if FINAL_NORM not in set(source.names()):
+            return None
+        numbers = source.tensor(FINAL_NORM).to(torch.bfloat16).view(torch.int16)
+    except (WeightError, ConfigError, OSError):
+        return None
+    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()[:16]
 
 
 def tap_names(draft: DraftRepo, layers: list[int], target: Target) -> tuple[str, ...]:

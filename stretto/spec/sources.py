@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stretto.model.config import ModelConfig, refuse_quantization
+from stretto.model.config import ModelConfig
 from stretto.model.source import Renamed, SafetensorsSource, WeightError, WeightSource
 
 __all__ = ["PickledSource", "Renamed", "open_source", "parse_config"]
@@ -48,6 +48,5 @@ def open_source(folder: Path) -> WeightSource:
 def parse_config(raw: Mapping[str, Any], **more: Any) -> ModelConfig:
     """A drafter's config.json, read as that of the family whose layers it has (`model_type`; Llama where it names no
     other). Windows are those of the family; drafters that differ say so in `more`."""
-    refuse_quantization("a drafter", raw)
     family = _ARCHITECTURE.get(str(raw.get("model_type")), "LlamaForCausalLM")
     return ModelConfig.from_hf({**raw, "architectures": [family], **more})

@@ -1,0 +1,155 @@
+"""The scripts that made the heads that ship: what they train is what is served, and nothing that they are judged by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.model.load import load_model
+from stretto.testing import Ask, Setup, greedy, make_engine, run, target_of
+from training import export, prompts
+from training.answers import Answered, Answers, Dataset
+from training.heads import DFlash, DSpark, Eagle3, Seen, Shape, shape_of
+from training.loop import Options, Trainer
+from training.target import Teacher
+
+SHARED = Path(__file__).resolve().parents[2] / "../shared/data"
+STORIES = SHARED / "models/stories260k"
+CPU = torch.device("cpu")
+TAPS, INNER, MASK, NEW = (0, 2, 4), 48, 3, 24
+PROMPTS = [[1, 403, 407, 261, 378], [1, 410, 292, 300, 371, 268, 411], [1, *range(300, 345)]]
+
+
+@pytest.fixture(scope="module")
+def teacher() -> Teacher:
+    if not STORIES.is_dir():
+        pytest.skip("shared/data/models/stories260k is absent")
+    return Teacher(str(STORIES), TAPS, CPU, torch.float32)
+
+
+def shape_for(kind: str, teacher: Teacher) -> Shape:
+    return shape_of(teacher.config, INNER, 1 if kind == "eagle3" else 2, len(TAPS))
+
+
+def make_head(kind: str, teacher: Teacher):
+    torch.manual_seed(1)
+    shape, mask, norm, head = shape_for(kind, teacher), teacher.embedding[MASK], teacher.norm, teacher.head
+    if kind == "eagle3":
+        return Eagle3(shape, torch.arange(3, len(head), 3), norm, head)
+    if kind == "dflash":
+        return DFlash(shape, 6, mask, norm, head)
+    return DSpark(shape, 5, mask, norm, head, rank=8)
+
+
+def save_head(kind: str, folder: Path, head, teacher: Teacher) -> None:
+    export.round_weights(head)
+    more = () if kind == "eagle3" else (MASK,)
+    getattr(export, kind)(folder, head, teacher, shape_for(kind, teacher), *more)
+
+
+def drafted(head, teacher: Teacher, ids: list[int], known: int) -> list[int]:
+    """What the head, as it is trained, drafts after ids[:known], given that the drafts before were those of `ids`."""
+    tokens = torch.tensor([ids])
+    taps, _ = teacher.states(tokens)
+    before = tokens[:, None, known - 1 : len(ids) - 1]
+    seen = Seen(taps, teacher.embedding[tokens], torch.tensor([[known - 1]]), teacher.embedding[before], before)
+    hidden = head.drafts(seen)[0, 0, : before.shape[-1]]
+    best = head.logits(hidden, before.flatten()).argmax(-1)
+    return (best if head.ids is None else head.ids[best]).tolist()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+@torch.no_grad()
+def test_the_engine_drafts_what_was_trained(kind: str, teacher: Teacher, tmp_path: Path):
+    head = make_head(kind, teacher)
+    for weight in head.parameters():  # far from what the start is, so that every part of it matters
+        weight.add_(torch.randn_like(weight) * (0.1 if weight.ndim == 1 else 0.15))
+    save_head(kind, tmp_path / kind, head, teacher)
+    model = load_model(STORIES, dtype=torch.float32, device=CPU)
+    asked = str(tmp_path / kind)  # the configuration says what it is
+    engine = make_engine(model, asked, target_of(model, STORIES), Setup(width=5, page_size=4, chunk=16))
+    answers = run(engine, [Ask(str(i), prompt, greedy(NEW)) for i, prompt in enumerate(PROMPTS)])
+    checked, ids_seen = 0, set()
+    for i, prompt in enumerate(PROMPTS):
+        answer = answers[str(i)]
+        for known, offer in sorted(answer.offers.items()):
+            ids = [*prompt, *answer.token_ids][:known] + list(offer)
+            assert drafted(head, teacher, ids, known) == list(offer), f"{kind}: prompt {i}, {known} known ids"
+            checked += len(offer)
+            ids_seen.update(offer)
+    assert checked > 3 * NEW and len(ids_seen) > 8
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_training_learns(kind: str, teacher: Teacher, tmp_path: Path):
+    """To foresee a few answers, of two dozen steps."""
+    answers = Answers()
+    for i in range(24):
+        answers.add(Answered([1, 300 + i % 3], [310 + (7 * j + i % 3) % 40 for j in range(40)], greedy=True))
+    answers.save(tmp_path / "answers.npz")
+    head = make_head(kind, teacher)
+    data = Dataset(tmp_path / "answers.npz", 5, CPU)
+    assert len(data.validation) == 3 and not set(data.validation.tolist()) & set(data.train.tolist())
+    trainer = Trainer(head, data, teacher, Options(minutes=0.05, tokens=400, anchors=64, rate=0.01))
+    batch = next(data.batches(400, 64, seed=5))
+    with torch.no_grad():
+        before = trainer.loss(batch).item()
+    trainer.run()
+    with torch.no_grad():
+        assert trainer.loss(batch).item() < 0.7 * before
+
+
+def test_labels_are_the_ids_after_the_anchor(tmp_path: Path):
+    answers = Answers()
+    for i in range(16):
+        answers.add(Answered(list(range(100, 104 + i)), list(range(200, 212)), greedy=i % 2 == 0))
+    answers.save(tmp_path / "answers.npz")
+    data = Dataset(tmp_path / "answers.npz", 3, CPU)
+    batch = next(data.batches(64, 32))
+    ids = data.ids[batch.rows]
+    for b in range(len(ids)):
+        for a, anchor in enumerate(batch.anchors[b].tolist()):
+            assert 200 <= ids[b, anchor] <= 210  # an id of the answer, not its last
+            n = int(batch.valid[b, a].sum())
+            assert n == min(3, 211 - int(ids[b, anchor]))
+            assert batch.labels[b, a, :n].tolist() == [int(ids[b, anchor]) + 1 + k for k in range(n)]
+            assert data.ids[batch.label_rows[b, a, 0]] == ids[b, anchor]
+
+
+@torch.no_grad()
+def test_eight_bits_are_near(tmp_path: Path):
+    weight = torch.randn(50, 30) * torch.logspace(-3, 1, 50)[:, None]
+    stored, scale = export.eight_bits(weight)
+    assert stored.dtype is torch.int8 and int(stored.abs().max()) == 127
+    error = (stored.float() * scale.float() - weight).abs().amax(1)
+    assert bool((error <= 0.51 * scale.float()[:, 0]).all())
+
+
+# ------------------------------------------------------------------------------------------------------------- prompts
+@pytest.fixture(scope="module")
+def unseen() -> prompts.Unseen:
+    if not (SHARED / "eval").is_dir():
+        pytest.skip("shared/data/eval is absent")
+    return prompts.Unseen(prompts.evaluation_prompts(SHARED))
+
+
+def test_evaluation_prompts_are_never_trained_on(unseen: prompts.Unseen, monkeypatch: pytest.MonkeyPatch):
+    evaluated = list(prompts.evaluation_prompts(SHARED))
+    assert len(evaluated) > 1319 + 240 and not any(unseen(prompt) for prompt in evaluated)
+    longest = max(evaluated, key=len)
+    assert not unseen("Summarize this text.\n\n" + longest[200:500]) and unseen("What is an anchor of a draft?")
+    few = tuple(prompts.Recipe(r.templates, ("rust-book",), r.words, 5) for r in prompts.RECIPES)
+    planted = prompts.Recipe((evaluated[-1].replace("{", "{{").replace("}", "}}"),), ("rust-book",), (10, 20), 3)
+    monkeypatch.setattr(prompts, "RECIPES", (*few, planted))
+    built = prompts.build(SHARED)
+    assert len(built) > 7000 and evaluated[-1] not in built
+    taken = set().union(*(prompts.shingles(prompt) for prompt in evaluated))
+    assert all(taken.isdisjoint(prompts.shingles(prompt)) for prompt in built[::20])
+
+
+def test_prompts_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompts, "build", lambda data, seed: ["one\ntwo", "drei \u00fc"])
+    prompts.main(SHARED, tmp_path / "prompts.jsonl.xz")
+    assert prompts.load(tmp_path / "prompts.jsonl.xz") == ["one\ntwo", "drei \u00fc"]

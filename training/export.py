@@ -1,0 +1,106 @@
+"""A trained head as a checkpoint in its public layout, weights in 8 bits with a scale for each row.
+
+The format of the stored weights is that of compressed-tensors, "int-quantized": X.weight int8 [O, I], X.weight_scale
+[O, 1]; vectors stay as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from training.heads import DFlash, DSpark, Eagle3, Shape
+from training.target import Teacher
+
+Tensors, Config = dict[str, torch.Tensor], dict[str, Any]
+QUANTIZATION = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
+                "ignore": [], "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+                    "num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}}}}
+
+
+def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[O, I] -> int8 [O, I] and scales [O, 1] float32, with which weight = int8 * scale nearly; of a weight that is so
+    already, the same again."""
+    weight = weight.float()
+    scale = (weight.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)
+    return (weight / scale).round().to(torch.int8), scale
+
+
+@torch.no_grad()
+def round_weights(head: nn.Module) -> None:
+    """Puts into the head what the checkpoint will hold."""
+    for weight in head.parameters():
+        if weight.ndim == 2:
+            stored, scale = eight_bits(weight)
+            weight.copy_(stored.float() * scale.float())
+
+
+def tensors_of(head: nn.Module) -> Tensors:
+    found: Tensors = {}
+    for name, weight in head.state_dict().items():
+        if weight.ndim == 2:
+            found[name], found[f"{name}_scale"] = eight_bits(weight.cpu())
+        else:
+            found[name] = weight.cpu().float()
+    return found
+
+
+def fingerprint(norm: torch.Tensor) -> str:
+    """Tells models apart by their final norm, which quantised files hold unrounded."""
+    return hashlib.sha256(norm.detach().cpu().bfloat16().view(torch.int16).numpy().tobytes()).hexdigest()[:16]
+
+
+def save(folder: Path, config: Config, tensors: Tensors) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**config, "quantization_config": QUANTIZATION}, indent=1)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors",
+              metadata={"format": "pt"})
+    size = sum(f.stat().st_size for f in folder.iterdir())
+    print(f"{folder}: {size / 1e6:.2f} MB", flush=True)
+
+
+def layer_config(teacher: Teacher, shape: Shape, model_type: str) -> Config:
+    """What all heads' configurations say: of their layers, and of the model that they were trained for."""
+    target = teacher.config
+    return {"model_type": model_type, "hidden_size": shape.hidden, "intermediate_size": shape.inner,
+            "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "hidden_act": "silu",
+            "rms_norm_eps": shape.eps, "attention_bias": False, "mlp_bias": False, "rope_theta": shape.theta,
+            "vocab_size": target.vocab_size,
+            "max_position_embeddings": target.max_position_embeddings, "tie_word_embeddings": False,
+            "num_target_layers": target.num_hidden_layers, "target_model": teacher.name,
+            "target_fingerprint": fingerprint(teacher.norm)}
+
+
+def eagle3(folder: Path, head: Eagle3, teacher: Teacher, shape: Shape) -> None:
+    """The original layout, with the maps between the vocabularies."""
+    ids = head.ids.cpu()
+    config = layer_config(teacher, shape, "llama") | {
+        "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(ids), "target_hidden_size": shape.hidden,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(teacher.taps), "use_aux_hidden_state": True}}
+    save(folder, config, tensors_of(head) | {"d2t": ids - torch.arange(len(ids)),
+                                             "t2d": torch.isin(torch.arange(config["vocab_size"]), ids)})
+
+
+def dflash(folder: Path, head: DFlash, teacher: Teacher, shape: Shape, mask: int) -> None:
+    """z-lab's layout. `mask`: the id whose embedding stands for what is not known yet."""
+    save(folder, layer_config(teacher, shape, "qwen3") | {
+        "architectures": ["DFlashDraftModel"], "block_size": head.size,
+        "layer_types": ["full_attention"] * shape.layers,
+        "dflash_config": {"target_layer_ids": list(teacher.taps), "mask_token_id": mask}}, tensors_of(head))
+
+
+def dspark(folder: Path, head: DSpark, teacher: Teacher, shape: Shape, mask: int) -> None:
+    """DeepSpec's layout, with a vanilla Markov head."""
+    save(folder, layer_config(teacher, shape, "qwen3") | {
+        "architectures": ["Qwen3DSparkModel"], "block_size": head.size, "mask_token_id": mask,
+        "target_layer_ids": list(teacher.taps), "layer_types": ["full_attention"] * shape.layers,
+        "markov_rank": head.markov_head.markov_w1.embedding_dim, "markov_head_type": "vanilla",
+        "enable_confidence_head": True, "confidence_head_with_markov": True}, tensors_of(head))

@@ -1,0 +1,215 @@
+"""The three heads, as they are trained. Each computes for every anchor of a batch what it would draft there, given the
+true ids before each draft: a chain of drafts is read as far as it is right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from training.modules import MLP, Attention, RMSNorm, Rotary, additive, small_start
+
+START = 0.3  # of the target's final norm: a head that knows nothing yet should not be sure of anything
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a head's layers; heads and rotation are the target's."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    taps: int
+    theta: float
+    eps: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a head reads. B sequences, T positions, A anchors, K drafts."""
+
+    taps: torch.Tensor  # [B, T, taps * E], of the target
+    embedded: torch.Tensor  # [B, T, E], of the ids
+    anchors: torch.Tensor  # [B, A]
+    following: torch.Tensor  # [B, A, K, E]: embedding of the id before each draft (the anchor's own for the first)
+    before: torch.Tensor  # [B, A, K] int64: those ids
+
+
+class Head(Protocol):
+    ids: torch.Tensor | None  # [D] int64: target ids of its own vocabulary; None: all of them
+
+    def drafts(self, seen: Seen) -> torch.Tensor:
+        """-> [B, A, K, E], the input of `logits`."""
+        ...
+
+    def logits(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """[N, E], ids before [N] -> [N, D or V]."""
+        ...
+
+    def loss(self, hidden: torch.Tensor, before: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+        """A loss besides that of the logits, or None. `right` [N] bool: the best draft is the true id."""
+        ...
+
+
+class EagleLayer(nn.Module):
+    def __init__(self, s: Shape):
+        super().__init__()
+        self.hidden_norm, self.input_layernorm = RMSNorm(s.hidden, s.eps), RMSNorm(s.hidden, s.eps)
+        self.self_attn = Attention(s.hidden, s.heads, s.kv_heads, s.head_dim, s.eps, inputs=2 * s.hidden)
+        self.post_attention_layernorm = RMSNorm(s.hidden, s.eps)
+        self.mlp = MLP(s.hidden, s.inner)
+
+    def joined(self, embedded: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(features)], -1)
+
+
+class Eagle3(nn.Module):
+    """EAGLE3 with training-time test (arXiv 2503.01840, section 3.2): later drafts continue from the head's own states.
+
+    Cell p is made from id p and the features of p-1, and turns by p-1. An anchor a reads cells 1 .. a, then its own."""
+
+    def __init__(self, shape: Shape, ids: torch.Tensor, norm: torch.Tensor, head: torch.Tensor):
+        """norm [E] and head [V, E]: the target's, to start from."""
+        super().__init__()
+        self.fc = nn.Linear(shape.taps * shape.hidden, shape.hidden, bias=False)
+        self.midlayer = EagleLayer(shape)
+        self.norm = RMSNorm(shape.hidden, shape.eps)
+        self.lm_head = nn.Linear(shape.hidden, len(ids), bias=False)
+        self.rotary = Rotary(shape.head_dim, shape.theta)
+        small_start(self)
+        with torch.no_grad():
+            self.norm.weight.copy_(START * norm)
+            self.lm_head.weight.copy_(head[ids])
+        self.register_buffer("ids", ids, persistent=False)
+
+    def drafts(self, seen: Seen) -> torch.Tensor:
+        layer, attn, anchors = self.midlayer, self.midlayer.self_attn, seen.anchors
+        b, t, _ = seen.embedded.shape
+        a, k = seen.following.shape[1:3]
+        device, at = anchors.device, torch.arange(b, device=anchors.device)[:, None]
+        features = self.fc(seen.taps)
+        cells = layer.joined(seen.embedded[:, 1:], features[:, :-1])  # cell p at place p-1
+        keys, values = attn.keys(cells, torch.arange(t - 1, device=device).expand(b, -1), self.rotary)
+        context = torch.arange(1, t, device=device) <= anchors[..., None]  # [B, A, T-1]
+        own = torch.eye(a, dtype=torch.bool, device=device).expand(b, -1, -1)
+        feature, out = features[at, anchors - 1], []
+        x = cells[at, anchors - 1]
+        for step in range(k):
+            place = anchors - 1 + step
+            if step:
+                x = layer.joined(seen.following[:, :, step], feature)
+                more = attn.keys(x, place, self.rotary)
+                keys, values = torch.cat([keys, more[0]], 1), torch.cat([values, more[1]], 1)
+                context = torch.cat([context, own], -1)
+            q = attn.queries(x, place, self.rotary)
+            feature = feature + attn.attend(q, keys, values, additive(context, features.dtype))
+            feature = feature + layer.mlp(layer.post_attention_layernorm(feature))
+            out.append(feature)
+        return torch.stack(out, 2)
+
+    def logits(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.norm(hidden))
+
+    def loss(self, hidden: torch.Tensor, before: torch.Tensor, right: torch.Tensor) -> None:
+        return None
+
+
+class BlockLayer(nn.Module):
+    def __init__(self, s: Shape):
+        super().__init__()
+        self.input_layernorm = RMSNorm(s.hidden, s.eps)
+        self.self_attn = Attention(s.hidden, s.heads, s.kv_heads, s.head_dim, s.eps, head_norm=True)
+        self.post_attention_layernorm = RMSNorm(s.hidden, s.eps)
+        self.mlp = MLP(s.hidden, s.inner)
+
+
+class DFlash(nn.Module):
+    """DFLASH (arXiv 2602.06036): the block [last id, mask ...] sees the target's states before it, and itself."""
+
+    def __init__(self, shape: Shape, size: int, mask: torch.Tensor, norm: torch.Tensor, head: torch.Tensor,
+                 from_anchor: bool = False):
+        """size: positions of a block.  mask [E]: embedding of the mask id.  norm [E], head [V, E]: the target's, of
+        which the head is shared.  from_anchor: hidden state i speaks of the id after its own position."""
+        super().__init__()
+        self.fc = nn.Linear(shape.taps * shape.hidden, shape.hidden, bias=False)
+        self.hidden_norm = RMSNorm(shape.hidden, shape.eps)
+        self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(shape.layers))
+        self.norm = RMSNorm(shape.hidden, shape.eps)
+        self.rotary = Rotary(shape.head_dim, shape.theta)
+        small_start(self)
+        with torch.no_grad():
+            self.norm.weight.copy_(START * norm)
+        self.size, self.from_anchor, self.ids = size, from_anchor, None
+        self.register_buffer("mask", mask.clone(), persistent=False)
+        self.register_buffer("head", head, persistent=False)
+
+    def drafts(self, seen: Seen) -> torch.Tensor:
+        anchors, size = seen.anchors, self.size
+        b, t, e = seen.embedded.shape
+        a, device = anchors.shape[1], anchors.device
+        states = self.hidden_norm(self.fc(seen.taps))
+        x = self.mask.expand(b, a, size, e).clone()
+        x[:, :, 0] = seen.following[:, :, 0].to(x.dtype)
+        x = x.flatten(1, 2).float()
+        place = (anchors[..., None] + torch.arange(size, device=device)).flatten(1)
+        context = torch.arange(t, device=device).expand(b, -1)
+        owner = torch.arange(a, device=device).repeat_interleave(size)
+        seen_context = (context[:, None] < anchors[..., None]).repeat_interleave(size, 1)
+        mask = additive(torch.cat([seen_context, (owner[:, None] == owner).expand(b, -1, -1)], -1), seen.taps.dtype)
+        for layer in self.layers:
+            attn, normed = layer.self_attn, layer.input_layernorm(x)
+            k, v = attn.keys(torch.cat([states, normed], 1), torch.cat([context, place], 1), self.rotary)
+            x = x + attn.attend(attn.queries(normed, place, self.rotary), k, v, mask)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        x = self.norm(x).unflatten(1, (a, size))
+        return x if self.from_anchor else x[:, :, 1:]
+
+    def logits(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        return hidden.to(self.head.dtype) @ self.head.t()
+
+    def loss(self, hidden: torch.Tensor, before: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+
+class Markov(nn.Module):
+    def __init__(self, vocab: int, rank: int):
+        super().__init__()
+        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, vocab, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=1.0)
+        nn.init.zeros_(self.markov_w2.weight)
+
+
+class DSpark(DFlash):
+    """DSPARK: DFLASH's block, whose logits the id before each draft corrects; and a guess whether it is right."""
+
+    def __init__(self, shape: Shape, size: int, mask: torch.Tensor, norm: torch.Tensor, head: torch.Tensor, rank: int):
+        super().__init__(shape, size, mask, norm, head, from_anchor=True)
+        self.markov_head = Markov(len(head), rank)
+        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(shape.hidden + rank, 1)})
+
+    def logits(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        head = self.markov_head
+        return super().logits(hidden, before) + head.markov_w2(head.markov_w1(before))
+
+    def confidence(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """[N, E], ids before [N] -> logit of the probability that the best draft is right, [N]."""
+        return self.confidence_head["proj"](torch.cat([hidden, self.markov_head.markov_w1(before)], -1).detach())[:, 0]
+
+    def loss(self, hidden: torch.Tensor, before: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        sure = self.confidence(hidden, before).float()
+        return nn.functional.binary_cross_entropy_with_logits(sure, right.float())
+
+
+def shape_of(config: Any, inner: int, layers: int, taps: int) -> Shape:
+    """config: transformers' configuration of the target."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta") or config.rope_theta
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Shape(config.hidden_size, inner, config.num_attention_heads, config.num_key_value_heads, head_dim, layers,
+                 taps, float(theta), config.rms_norm_eps)
