@@ -75,8 +75,8 @@ def split_settings(kind: str, settings: str, known: tuple[str, ...]) -> tuple[st
 
 
 def open_repo(kind: str, settings: str, known: tuple[str, ...] = ()) -> DraftRepo:
-    """The draft checkpoint that the settings name: a folder, or a hub id (fetched if need be). Where they name none, the
-    head of this kind that ships with the package. Raises DrafterError."""
+    """The draft checkpoint that the settings name: a folder, or a hub id (fetched if need be). Without a name, the head
+    of this kind that ships with the package. Raises DrafterError."""
     name, options = split_settings(kind, settings, known)
     if not name and (SHIPPED / kind).is_dir():
         return DraftRepo(kind, SHIPPED / kind, read_config(SHIPPED / kind)[0], options)
