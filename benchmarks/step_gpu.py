@@ -30,7 +30,7 @@ from stretto.device.slots import SlotTable
 from stretto.device.streams import LARGEST_GRAPH
 from stretto.model.config import ModelConfig
 from stretto.model.load import build_model
-from stretto.sample.features import StepShape
+from stretto.sample.features import SHORT, StepShape
 from stretto.wire import Int, Real
 
 REPEATS = 24
@@ -104,7 +104,7 @@ class Lab:
         plan = torch.tensor([[i + 1, 1, r.tokens] for i, r in enumerate(each)], dtype=torch.int32).cuda()
         tokens, logits = int(fed.sum()), sum(max(r.sampled, 1) for r in each)
         return plan, StepShape(rows=n, tokens=tokens, logits=logits, width=max(1, *out.tolist(), 1), draft_width=0,
-                               sampled=sampled)
+                               short=int(fed.max()) <= SHORT, sampled=sampled)
 
     @torch.inference_mode()
     def time(self, rows: list[Rows], sampled: bool = False, repeats: int = REPEATS) -> float:
@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument("--scan", action="store_true", help="rows x tokens x contexts x prompt tokens")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    torch.cuda.set_stream(torch.cuda.Stream())  # graphs are not captured on the default stream
     read, multiply = read_rate(), multiply_rate()
     print(f"{torch.cuda.get_device_name()}: reads {read / 1e12:.2f} TB/s, multiplies {multiply / 1e12:.0f} TFLOP/s")
     lab = Lab(args.shape, 256, (1 << 19) + 4096, 8192 + 64)

@@ -35,3 +35,4 @@ class RaggedStep:
     out_rows: torch.Tensor  # [L] int64, the row of each logit row
     page_tables: tuple[torch.Tensor, ...]  # per group [S, pages of the context]; row `slots[r]` belongs to row r
     page_size: int
+    most_tokens: int | None = None  # bound on q_len, of the bucket; None: T

@@ -5,7 +5,7 @@ Everything here is a constant of a launch: of the model, the device and the size
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stretto.wire import NEVER
 
@@ -61,7 +61,7 @@ class KernelConfig:
 
 def few_tokens(tile: Tile, large: Tile | None = None) -> tuple[FewTokens, ...]:
     """The usual splits; `large` is the tile of buckets above 64 rows."""
-    return (FewTokens(2, tile, 128), FewTokens(8, tile, 256), FewTokens(64, tile, 1024),
+    return (FewTokens(2, tile, 128), FewTokens(8, tile, 256), FewTokens(24, tile, 512), FewTokens(64, tile, 1024),
             FewTokens(NEVER, large or tile, 1024))
 
 
@@ -82,6 +82,12 @@ _TABLE = {
     (128, 4, 80): KernelConfig(few_tokens(Tile(32, 16, 2)), Tile(32, 16, 2)),
     (256, 4, 80): KernelConfig(few_tokens(Tile(16, 16, 1)), Tile(16, 16, 1)),
 }
+
+
+def unsplit(config: KernelConfig) -> KernelConfig:
+    """The same with one tile for every row and one item for every tile: a token's keys are then summed by the same
+    instructions in the same order wherever it stands, decoded or inside a chunk."""
+    return replace(config, chunk=config.few[0].tile, chunk_items=1)
 
 
 def padded(n: int) -> int:

@@ -188,20 +188,22 @@ def _blocks(q, acc, m, l, k_cache, v_cache, table, begin, end, low, high, pos, p
 
 
 @triton.jit
-def _item(record, head, q_ptr, k_cache, v_cache, tables, out, partial_out, partial_lse, arrivals, sinks,
-          q_token_stride, q_head_stride, page_stride, cell_stride, head_stride, table_stride, in_scale, out_scale,
-          WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr,
-          HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr,
-          STAGES: tl.constexpr, SKIP_MASK: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def _words(record):
+    """What an item starts with: token, tokens, position of the first, first cell, end cell, slot, partial sums."""
+    return (tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3), tl.load(record + 4),
+            tl.load(record + 5), tl.load(record + 6))
+
+
+@triton.jit
+def _item(record, token, tokens, first_pos, low, high, slot, partial, head, q_ptr, k_cache, v_cache, tables, out,
+          partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride, page_stride, cell_stride,
+          head_stride, table_stride, in_scale, out_scale, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+          SINKS: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr, HEADS_KV: tl.constexpr, D: tl.constexpr,
+          BLOCK_D: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SKIP_MASK: tl.constexpr,
+          PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """One work item for one KV head. Query row i of the tile is token i // G, head i % G of the group."""
     HEADS: tl.constexpr = HEADS_KV * G
-    token = tl.load(record)
-    tokens = tl.load(record + 1)
-    first_pos = tl.load(record + 2)
-    low = tl.load(record + 3)
-    high = tl.load(record + 4)
-    table = tables + tl.load(record + 5).to(tl.int64) * table_stride
-    partial = tl.load(record + 6)
+    table = tables + slot.to(tl.int64) * table_stride
     i = tl.arange(0, M)
     d = tl.arange(0, BLOCK_D)
     ok = i // G < tokens
@@ -302,10 +304,10 @@ def _clear_padding(out, first, n_tokens, G: tl.constexpr, HEADS_KV: tl.constexpr
             tl.store(out + at + d, tl.zeros((BLOCK_D,), out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["table_stride", "offset", "n_rows", "n_tokens"])
+@triton.jit(do_not_specialize=["table_stride", "offset", "n_rows", "n_tokens", "early"])
 def attend_kernel(q, k_cache, v_cache, tables, items, counts, arrivals, cu_q, out, partial_out, partial_lse, sinks,
                   q_token_stride, q_head_stride, page_stride, cell_stride, head_stride, table_stride, in_scale,
-                  out_scale, offset, n_rows, n_tokens, KIND: tl.constexpr, WINDOW: tl.constexpr,
+                  out_scale, offset, n_rows, n_tokens, early, KIND: tl.constexpr, WINDOW: tl.constexpr,
                   SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr,
                   HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
                   KEYS: tl.constexpr, STAGES: tl.constexpr, WORDS: tl.constexpr, FIRST: tl.constexpr,
@@ -316,21 +318,26 @@ def attend_kernel(q, k_cache, v_cache, tables, items, counts, arrivals, cu_q, ou
     claims until it fails once, which makes n claims in all: the claim that returns n - 1 is the last, and sets the
     counter back for the next layer. The few-token launch also clears the padding, and with PDL it runs beside the
     launch of the chunks and ends after it: it starts when every program of the chunks has waited for all that came
-    before, and lets the launch after it fetch weights while it runs. FIRST: no launch of chunks comes before."""
-    pid = tl.program_id(0)
+    before, and lets the launch after it fetch weights while it runs. FIRST: no launch of chunks comes before. `early`:
+    the plan was made long before, so that its first item may be read before the wait."""
     programs = tl.num_programs(0)
     if PDL:
         if KIND == 1:  # what comes after waits for this launch, whenever it starts
             tl.extra.cuda.gdc_launch_dependents()
+        if early == 0:
+            tl.extra.cuda.gdc_wait()
+    n = tl.load(counts + KIND) * HEADS_KV
+    claim = tl.program_id(0)
+    record = items + (offset + tl.minimum(claim, tl.maximum(n - 1, 0)) // HEADS_KV) * WORDS
+    token, tokens, first_pos, low, high, slot, partial = _words(record)
+    if PDL:
         if FIRST:
             tl.extra.cuda.gdc_wait()
         if KIND == 0:  # the launch of the few tokens relies on this wait
             tl.extra.cuda.gdc_launch_dependents()
-    n = tl.load(counts + KIND) * HEADS_KV
-    claim = pid
     while claim < n:
-        _item(items + (offset + claim // HEADS_KV) * WORDS, claim % HEADS_KV, q, k_cache, v_cache, tables, out,
-              partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride, page_stride, cell_stride,
+        _item(record, token, tokens, first_pos, low, high, slot, partial, claim % HEADS_KV, q, k_cache, v_cache, tables,
+              out, partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride, page_stride, cell_stride,
               head_stride, table_stride, in_scale, out_scale, WINDOW, SOFTCAP, SINKS, PAGE, G, HEADS_KV, D, BLOCK_D, M,
               KEYS, STAGES, KIND == 0, PRECISION, UPCAST)
         if n > programs:
@@ -338,6 +345,8 @@ def attend_kernel(q, k_cache, v_cache, tables, items, counts, arrivals, cu_q, ou
             if claim == n - 1:
                 tl.store(counts + 2 + KIND, 0)
         claim += programs
+        record = items + (offset + tl.minimum(claim, n - 1) // HEADS_KV) * WORDS
+        token, tokens, first_pos, low, high, slot, partial = _words(record)
     if KIND == 1:
         _clear_padding(out, tl.load(cu_q + n_rows), n_tokens, G, HEADS_KV, D, BLOCK_D)
         if PDL and not FIRST:

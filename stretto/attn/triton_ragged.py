@@ -16,7 +16,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from stretto.attn.api import AttnCaps, LayerSpec
-from stretto.attn.tiles import INTERPRETER, KernelConfig, Tile, kernel_config, padded
+from stretto.attn.tiles import INTERPRETER, KernelConfig, Tile, kernel_config, padded, unsplit
 from stretto.attn.triton_kernels import ITEM_WORDS, LOG2E, attend_kernel, plan_kernel
 from stretto.ragged import RaggedStep
 
@@ -24,7 +24,7 @@ INTERPRETED = isinstance(attend_kernel, InterpretedFunction)  # TRITON_INTERPRET
 MAX_HEAD_DIM = 256
 
 
-@dataclass(frozen=True)
+@dataclass
 class RaggedPlan:
     """The work of one step and group, on the device. Valid until the next step; layers use it one after another."""
 
@@ -34,6 +34,7 @@ class RaggedPlan:
     offset_few: int
     tiles: tuple[Tile, Tile]  # of chunks, of few tokens
     layer: LayerSpec  # the one it was made for
+    attended: bool = False  # a layer has used it
 
 
 def _capacities(n_rows: int, n_tokens: int, layer: LayerSpec, config: KernelConfig) -> tuple[int, int]:
@@ -48,18 +49,19 @@ def _capacities(n_rows: int, n_tokens: int, layer: LayerSpec, config: KernelConf
 class TritonRagged:
     """AttentionBackend. The workspace of partial sums is shared by every step: run one step at a time.
 
-    `config` overrides the tile table; `workspace_bytes` bounds the partial sums of one step."""
+    `config` overrides the tile table; `workspace_bytes` bounds the partial sums of one step. `fixed`: every row is a
+    chunk whose keys are not split, so that a token's result does not depend on what is beside it (`tiles.unsplit`)."""
 
     caps = AttnCaps(page_sizes=None, head_dims=frozenset(range(1, MAX_HEAD_DIM + 1)), window=True, sinks=True,
                     softcap=True, empty_rows=True, host_lengths="none", graphs=True,
                     devices=frozenset({"cpu", "cuda"} if INTERPRETED else {"cuda"}))
 
     def __init__(self, device: torch.device, dtype: torch.dtype, config: KernelConfig | None = None,
-                 workspace_bytes: int = 128 << 20):
+                 workspace_bytes: int = 128 << 20, fixed: bool = False):
         if device.type == "cpu" and not INTERPRETED:
             raise ValueError("the Triton attention backend runs on CUDA devices; on the CPU choose the torch backend,"
                              " or set TRITON_INTERPRET=1 to test the kernels there")
-        self.dtype, self.config = dtype, config
+        self.dtype, self.config, self.fixed = dtype, config, fixed
         self.arch, self.n_sm = 80, 2
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
@@ -72,6 +74,7 @@ class TritonRagged:
         cannot hold one token's query heads."""
         config = self.config or (INTERPRETER if INTERPRETED else
                                  kernel_config(layer.head_dim, self.dtype.itemsize, self.arch))
+        config = unsplit(config) if self.fixed else config
         group_size = layer.n_heads // layer.n_kv_heads
         if group_size > config.chunk.rows:
             raise ValueError(f"{group_size} query heads share a KV head; tiles of this backend hold"
@@ -94,7 +97,7 @@ class TritonRagged:
         plan_kernel[(n_rows,)](
             step.q_len, step.kv_len, step.cu_q, step.slots, items, counts, arrivals, n_rows, self.capacity(layer),
             chunk_items, ROWS=padded(n_rows), WINDOW=layer.window or 0, G=group_size, HEADS_KV=layer.n_kv_heads,
-            FEW=few.tile.rows, CHUNK=config.chunk.rows, SPLIT=few.split,
+            FEW=0 if self.fixed else few.tile.rows, CHUNK=config.chunk.rows, SPLIT=few.split,
             MAX_SPLITS=config.max_splits, CHUNK_SPLIT=config.chunk_split, CHUNK_ITEMS=config.chunk_items,
             WORDS=ITEM_WORDS, num_warps=4)
         return RaggedPlan(items, counts, arrivals, chunk_items, (config.chunk, few.tile), layer)
@@ -110,11 +113,13 @@ class TritonRagged:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         # The chunks' programs start first and keep their places as long as they have work; programs of few-token rows
         # fill what is left of a multiprocessor, then all of it. A launch with nothing to do costs about 1 us.
-        # A bucket whose tokens all fit one tile of few tokens has no chunks.
-        few_only = q.shape[0] * (layer.n_heads // layer.n_kv_heads) <= meta.tiles[1].rows
+        # A bucket whose rows all fit one tile of few tokens has no chunks.
+        most = q.shape[0] if step.most_tokens is None else min(q.shape[0], step.most_tokens)
+        few_only = most * (layer.n_heads // layer.n_kv_heads) <= meta.tiles[1].rows and not self.fixed
         for kind in (1,) if few_only else (0, 1):
             self._launch(kind, few_only or kind == 0, out, layer, q, k_cache, v_cache, step, step.page_tables[group],
                          meta, sinks)
+        meta.attended = True
         return out
 
     def _check(self, layer: LayerSpec, planned: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor,
@@ -143,8 +148,8 @@ class TritonRagged:
             q, k_cache, v_cache, table, plan.items, plan.counts, plan.arrivals, step.cu_q, out, partial_out,
             partial_lse, out if sinks is None else sinks, q.stride(0), q.stride(1), k_cache.stride(0),
             k_cache.stride(1), k_cache.stride(2), table.stride(0), in_scale, out_scale, kind * plan.offset_few,
-            step.q_len.numel(), q.shape[0], KIND=kind, WINDOW=layer.window or 0, SOFTCAP=bool(softcap),
-            SINKS=sinks is not None, PAGE=step.page_size, G=layer.n_heads // layer.n_kv_heads,
+            step.q_len.numel(), q.shape[0], int(plan.attended or not first), KIND=kind, WINDOW=layer.window or 0,
+            SOFTCAP=bool(softcap), SINKS=sinks is not None, PAGE=step.page_size, G=layer.n_heads // layer.n_kv_heads,
             HEADS_KV=layer.n_kv_heads, D=layer.head_dim, BLOCK_D=max(padded(layer.head_dim), 16), M=tile.rows,
             KEYS=tile.keys, STAGES=tile.stages, WORDS=ITEM_WORDS, FIRST=first, PDL=overlap,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from stretto.device.runner import Finish, Forward, Runner
-from stretto.sample.features import StepShape
+from stretto.sample.features import SHORT, StepShape
 from stretto.sample.processors import TokenMasks
 
 _FINE = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
@@ -198,5 +198,6 @@ def _padded_masks(masks: TokenMasks, rows: int) -> TokenMasks:
 def usual_shapes(max_rows: int, width: int, draft_width: int) -> list[StepShape]:
     """Decode and verify steps of every number of rows, greedy and sampled."""
     sizes = [s for s in _STEPS if s < max_rows] + [max_rows]
-    return [StepShape(rows=r, tokens=r * w, logits=r * w, width=w, draft_width=draft_width, sampled=sampled)
+    return [StepShape(rows=r, tokens=r * w, logits=r * w, width=w, draft_width=draft_width, short=w <= SHORT,
+                      sampled=sampled)
             for r in sizes for w in sorted({1, width}) for sampled in (False, True)]

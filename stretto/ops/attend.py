@@ -53,10 +53,13 @@ class StepAttention:
         return self._attend(layer, q, sinks)
 
     def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Metadata is made once for each group, when its first layer comes."""
+        self.calls += 1
+        return self.backend.attend(self.layers[layer], q, self.kv.k[layer], self.kv.v[layer], self.step,
+                                   self.kv.group_of[layer], self._metadata(layer), sinks)
+
+    def _metadata(self, layer: int) -> object:
+        """Made once for each group, when its first layer comes."""
         group = self.kv.group_of[layer]
         if group not in self.meta:
             self.meta[group] = self.backend.metadata(self.step, group, self.layers[layer])
-        self.calls += 1
-        return self.backend.attend(self.layers[layer], q, self.kv.k[layer], self.kv.v[layer], self.step, group,
-                                   self.meta[group], sinks)
+        return self.meta[group]

@@ -26,13 +26,11 @@ def one_row_blocks(outputs: int, inputs: int, gated: bool) -> Blocks | None:
         return None
     small = outputs * inputs * (1 + gated) <= SMALL
     if gated:
-        wanted = [Blocks(4, 1024, 2 if small else 4, 4, ahead=1024 if small else 64)]
+        wanted = [Blocks(4, 1024, 2 if small else 4, 4, ahead=64)]
     else:
-        # A projection back from attention starts while that runs and leaves memory idle: it fetches all it can.
-        ahead = 64 if outputs >= HEAD else 1024 if outputs > inputs or inputs % 4096 else 4096
-        wanted = [Blocks(4, 2048, 1, 4, ahead=ahead),
-                  Blocks(8, 1024, 1, 4, ahead=64) if inputs == 1024 else Blocks(4, 1024, 4, 4, ahead=1024)]
-    wanted += [Blocks(8, 512, 2, 4), Blocks(8, 256, 2, 4, ahead=64)]
+        wanted = [Blocks(4, 2048, 1, 4, ahead=64),
+                  Blocks(8, 1024, 1, 4, ahead=64) if inputs == 1024 else Blocks(4, 1024, 4, 4, ahead=64)]
+    wanted += [Blocks(8, 512, 2, 4, ahead=64), Blocks(8, 256, 2, 4, ahead=64)]
     return next((b for b in wanted if outputs % b.outputs == 0 and inputs % b.columns == 0), None)
 
 

@@ -9,20 +9,12 @@ import triton
 import triton.language as tl
 
 from stretto.ops.launch import dependent, overlaps
+from stretto.ops.triton_launch import begin
 
 if TYPE_CHECKING:
     from stretto.ops.layer import HeadWeights, Rope
 
 HEADS = 8  # of one program of the rotation
-
-
-@triton.jit
-def begin(PDL: tl.constexpr):
-    """Lets the launch after start as far as it can, then waits for the launch before. In this order: the launch after
-    waits for this one whenever it starts, and until then may fetch weights."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["eps"])

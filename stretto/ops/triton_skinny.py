@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from stretto.ops.triton_launch import ask_for
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -27,14 +29,12 @@ class Blocks:
     stages: int
     warps: int
     split: int = 1  # programs that share the columns of one output
-    ahead: int = 512  # columns asked for before the launch before has ended
+    ahead: int = 256  # columns asked for before the launch before has ended
 
-
-@triton.jit
-def _ask_for(pointers):
-    """Has the lines at the pointers brought to the second-level cache; waits for nothing."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1];\nmov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32,
-                              is_pure=False, pack=1)
+    @property
+    def piece(self) -> int:
+        """Columns that one thread asks for."""
+        return min(self.ahead, max(32, self.outputs * self.ahead // (self.warps * 32)))
 
 
 @triton.jit
@@ -43,24 +43,24 @@ def _silu(x):
 
 
 @triton.jit
-def _start(w, rows, inputs, n, GATED: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):
+def _start(w, rows, inputs, n, GATED: tl.constexpr, AHEAD: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr):
     """Prefetches, then waits for the launch before; what is written before this launch may be read from here on."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        lines = w + rows.to(tl.int64)[:, None] * inputs + (tl.arange(0, AHEAD // 64) * 64)[None, :]
-        _ask_for(lines)
+        pieces = w + rows.to(tl.int64)[:, None] * inputs + (tl.arange(0, AHEAD // PIECE) * PIECE)[None, :]
+        ask_for(pieces, PIECE * 2)
         if GATED:
-            _ask_for(lines + n.to(tl.int64) * inputs)
+            ask_for(pieces + n.to(tl.int64) * inputs, PIECE * 2)
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["eps"])
 def one_row_kernel(x, w, norm, bias, out, n, inputs, eps, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-                   AHEAD: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-                   ADD: tl.constexpr, PDL: tl.constexpr):
+                   AHEAD: tl.constexpr, PIECE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+                   GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):
     """out[n] (+)= W[n, inputs] x, in float32. NORM: x is RMS-normed first. GATED: silu(first half) * second half."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    _start(w, rows, inputs, n, GATED, AHEAD, PDL)
+    _start(w, rows, inputs, n, GATED, AHEAD, PIECE, PDL)
     k = tl.arange(0, BK)
     at = w + rows.to(tl.int64)[:, None] * inputs + k[None, :]
     up = at + n.to(tl.int64) * inputs
@@ -117,8 +117,8 @@ def _finish(acc, bias, out, tokens, rows, m, n, BIAS: tl.constexpr, ADD: tl.cons
 @triton.jit(do_not_specialize=["m"])
 def few_rows_kernel(x, w, bias, out, partial, arrivals, m, n, inputs, x_stride, BM: tl.constexpr, BN: tl.constexpr,
                     BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-                    BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
-                    PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+                    PIECE: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+                    PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """out[m, n] (+)= x[m, inputs] W^T for m <= BM. The weights are the left operand: tiles [BN, BK] x [BK, BM].
 
     SPLIT programs share the inputs of a tile of outputs; the last to arrive adds their sums, in order of the parts."""
@@ -126,7 +126,7 @@ def few_rows_kernel(x, w, bias, out, partial, arrivals, m, n, inputs, x_stride, 
     part = tl.program_id(1)
     each = inputs // SPLIT
     rows = tile * BN + tl.arange(0, BN)
-    _start(w + part * each, rows, inputs, n, GATED, AHEAD, PDL)
+    _start(w + part * each, rows, inputs, n, GATED, AHEAD, PIECE, PDL)
     tokens = tl.arange(0, BM)
     k = part * each + tl.arange(0, BK)
     at = w + rows.to(tl.int64)[:, None] * inputs + k[None, :]
@@ -168,8 +168,9 @@ def launch_one_row(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: 
     n, inputs = out.shape[1], x.shape[1]
     one_row_kernel[(n // blocks.outputs,)](
         x, w, x if norm is None else norm, x if bias is None else bias, out, n, inputs, eps, BN=blocks.outputs,
-        BK=blocks.columns, STAGES=blocks.stages, AHEAD=blocks.ahead, NORM=norm is not None, BIAS=bias is not None,
-        GATED=gated, ADD=add, PDL=pdl, num_warps=blocks.warps, **({"launch_pdl": True} if pdl else {}))
+        BK=blocks.columns, STAGES=blocks.stages, AHEAD=blocks.ahead, PIECE=blocks.piece, NORM=norm is not None,
+        BIAS=bias is not None, GATED=gated, ADD=add, PDL=pdl, num_warps=blocks.warps,
+        **({"launch_pdl": True} if pdl else {}))
 
 
 def launch_few_rows(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: Blocks, pdl: bool,
@@ -182,7 +183,7 @@ def launch_few_rows(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks:
     partial = x if split == 1 else torch.empty(split * n * tokens, dtype=torch.float32, device=x.device)
     few_rows_kernel[(n // blocks.outputs, split)](
         x, w, x if bias is None else bias, out, partial, arrivals, m, n, inputs, x.stride(0), BM=tokens,
-        BN=blocks.outputs, BK=blocks.columns, SPLIT=split, STAGES=blocks.stages, AHEAD=blocks.ahead,
+        BN=blocks.outputs, BK=blocks.columns, SPLIT=split, STAGES=blocks.stages, AHEAD=blocks.ahead, PIECE=blocks.piece,
         BIAS=bias is not None, GATED=gated, ADD=add, PDL=pdl,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         UPCAST=INTERPRETED and x.dtype == torch.bfloat16, num_warps=blocks.warps,

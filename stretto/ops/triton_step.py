@@ -9,7 +9,7 @@ import triton.language as tl
 
 from stretto.ops.launch import dependent, overlaps
 from stretto.ops.outcome import Commit
-from stretto.ops.triton_layer import begin
+from stretto.ops.triton_launch import begin
 from stretto.ragged import RaggedStep
 from stretto.wire import Goal, Int, Real
 

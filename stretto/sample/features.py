@@ -54,6 +54,7 @@ class StepShape:
     pools: bool = False
     masked: bool = False  # a grammar says what some rows may sample
     processors: tuple[str, ...] = ()  # keys of custom logit processors, in the order in which they act
+    fixed: bool = False  # rounding may not depend on the batch
 
 
 def step_shape(caps: list[int], rows: list[Features], draft_width: int, exact: bool,

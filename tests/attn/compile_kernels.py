@@ -43,7 +43,7 @@ def build_attend(kind: int, tile: Tile, args: argparse.Namespace) -> int:
                     cu_q="*i32", out=data, partial_out="*fp32", partial_lse="*fp32", sinks=data)
     constants = dict(KIND=kind, WINDOW=args.window, SOFTCAP=args.softcap, SINKS=args.sinks, PAGE=16, G=4, HEADS_KV=8,
                      D=args.head_dim, BLOCK_D=max(padded(args.head_dim), 16), M=tile.rows, KEYS=tile.keys,
-                     STAGES=tile.stages, WORDS=ITEM_WORDS, FIRST=kind == 0, PDL=args.arch >= 90,
+                     STAGES=tile.stages, WORDS=ITEM_WORDS, FIRST=True, PDL=args.arch >= 90,
                      PRECISION="ieee" if args.dtype == "fp32" else "tf32", UPCAST=False)
     options = {"num_warps": tile.warps, "maxnreg": tile.registers}
     return build(attend_kernel, pointers, constants, options, args.arch)

@@ -52,9 +52,9 @@ def skinny_kernels(arch: int, pdl: bool):
     for outputs, inputs, gated in SHAPES:
         blocks = skinny.one_row_blocks(outputs, inputs, gated)
         yield f"one row of {inputs} to {outputs}", build(
-            triton_skinny.one_row_kernel, options | dict(BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages,
-                                                         AHEAD=blocks.ahead, NORM=True, GATED=gated),
-            blocks.warps, arch, {})
+            triton_skinny.one_row_kernel,
+            options | dict(BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages, AHEAD=blocks.ahead,
+                           PIECE=blocks.piece, NORM=True, GATED=gated), blocks.warps, arch, {})
         for rows in (16, 64):
             blocks = skinny.few_rows_blocks(rows, outputs, inputs, gated, SHARED[arch])
             if blocks is None:
@@ -62,8 +62,8 @@ def skinny_kernels(arch: int, pdl: bool):
             yield f"{rows} rows of {inputs} to {outputs}", build(
                 triton_skinny.few_rows_kernel,
                 options | dict(BM=rows, BN=blocks.outputs, BK=blocks.columns, SPLIT=blocks.split, GATED=gated,
-                               STAGES=blocks.stages, AHEAD=blocks.ahead, PRECISION="tf32", UPCAST=False),
-                blocks.warps, arch, {})
+                               STAGES=blocks.stages, AHEAD=blocks.ahead, PIECE=blocks.piece, PRECISION="tf32",
+                               UPCAST=False), blocks.warps, arch, {})
 
 
 def step_kernels(arch: int, pdl: bool):
