@@ -16,8 +16,8 @@ import json
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,6 +106,11 @@ def synthetic_conversations(count: int, *, words: int, output_tokens: int, turns
         said[0] = f"{prefix} {said[0]}".strip()
         found.append(Conversation(tuple(said), output_tokens))
     return tuple(found)
+
+
+def marked(conversations: Sequence[Conversation], mark: str) -> tuple[Conversation, ...]:
+    """The same, beginning otherwise: whoever has answered them once finds nothing of it in a prefix cache."""
+    return tuple(replace(one, turns=(f"({mark}) {one.turns[0]}", *one.turns[1:])) for one in conversations)
 
 
 def conversations_of(path: Path, count: int, output_tokens: int) -> tuple[Conversation, ...]:

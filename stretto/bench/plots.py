@@ -26,6 +26,7 @@ def draw(results: Sequence[Found], path: Path) -> None:
     if len(kinds) != 1:
         raise PlotError(f"results of {' and '.join(sorted(kinds))} do not fit in one picture")
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
+    from matplotlib.ticker import LogFormatter
 
     drawing, columns = _DRAWINGS[kinds.pop()]
     figure = Figure(figsize=(5 * columns, 4), layout="constrained")
@@ -33,6 +34,10 @@ def draw(results: Sequence[Found], path: Path) -> None:
     drawing(panels, results)
     for panel in panels:
         panel.grid(alpha=0.3)
+        for axis in (panel.xaxis, panel.yaxis):
+            if axis.get_scale() == "log":  # 20, not 2 x 10^1
+                axis.set_major_formatter(LogFormatter())
+                axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     figure.suptitle(_title(results))
     figure.savefig(path)
 

@@ -19,6 +19,7 @@ from stretto.bench.load import (
     Run,
     Target,
     conversations_of,
+    marked,
     run_load,
     synthetic_conversations,
 )
@@ -118,9 +119,9 @@ def sweep(load: Options = LOAD, *, rates: str | None = None, concurrencies: str 
     over = "request_rate" if rates is not None else "concurrency"
     values = _numbers(rates or concurrencies or "", "--rates" if rates is not None else "--concurrencies")
     bench, points = _Bench(load), []
-    for value in values:
+    for number, value in enumerate(values, 1):
         work = bench.load(value, None) if rates is not None else bench.load(None, int(value))
-        points.append(bench.run(work))
+        points.append(bench.run(replace(work, conversations=marked(work.conversations, str(number)))))
     found = {"benchmark": "sweep", "date": points[0]["date"], "workload": points[0]["workload"], "over": over,
              "points": points}
     bench.tell(found, as_json, _sweep_table)
@@ -233,7 +234,8 @@ def _target(given: str, load: LoadOptions) -> Target:
 def _measure(target: Target, work: Load, warmups: int, notes: Console) -> Run:
     with notes.status(f"measuring {target.name}"):
         if warmups:
-            first = asyncio.run(run_load(target, replace(work, conversations=work.conversations[:warmups], rate=None)))
+            some = marked(work.conversations[:warmups], "warm-up")
+            first = asyncio.run(run_load(target, replace(work, conversations=some, rate=None)))
             broken = next((sample.error for sample in first.samples if sample.error is not None), None)
             if broken is not None:
                 raise CommandFailed(f"{target.name} does not answer as it should: {broken}")

@@ -91,9 +91,10 @@ async def test_what_is_measured_is_what_was_served():
         run = await run_load(target, load)
     (found,) = report([run], load, "w")["servers"]
     assert found["output_tokens"] == 160 and found["failed"] == 0
-    assert 0.019 <= found["itl"]["p50"] < 0.5 and 0.009 <= found["tpot"]["p50"] < 0.25
-    assert 0.4 <= run.seconds < 10 and found["drafts_accepted"] == 1.0
-    assert all(len(sample.gaps) == 9 for sample in run.samples)
+    assert 0.009 <= found["tpot"]["p50"] < 0.5 and 0.4 <= run.seconds < 20 and found["drafts_accepted"] == 1.0
+    for sample in run.samples:  # at most ten pieces, fewer where some were joined on the way; their gaps are the time
+        assert sample.first is not None and 1 <= len(sample.gaps) <= 9
+        assert sum(sample.gaps) == pytest.approx(sample.end - sample.first, rel=0.01) >= 0.16
 
 
 async def test_an_open_loop_counts_from_the_moment_that_was_due():
@@ -166,6 +167,7 @@ def test_a_sweep_its_plot_and_its_comparison(server: Program, tmp_path: Path, ca
     slow, fast = (point["servers"][0] for point in found["points"])
     assert slow["output_tokens"] == fast["output_tokens"] == 24 and fast["seconds"] < slow["seconds"]
     assert 0 < slow["server_cpu_seconds_per_token"] < 0.1
+    assert slow["cached_share"] == fast["cached_share"] == 0, "earlier points, and the warm-up, do not help later ones"
     assert "first token" in (tmp_path / "s.svg").read_text()
 
     for point in found["points"]:
