@@ -68,15 +68,16 @@ def points(limits: HostLimits) -> list[Point]:
     rows = [n for n in ROWS if n < limits.max_slots - 1] + [limits.max_slots - 1]
     rows = [n for n in rows if n * (1 + limits.width) <= limits.budget] or [1]
     own = 0 if limits.drafter is not None else limits.width  # drafts that the device proposes
-    chunks = sorted({min(n, limits.chunk, limits.max_model_len - 2) for n in (64, 512, limits.chunk)})
+    chunks = sorted({max(1, min(n, limits.chunk, room)) for n in (64, 512, limits.chunk)})
     found = [Point(1, short), Point(1, short, limits.width), Point(1, 0, chunk=chunks[0])]
     found += [Point(1, short, draft_width=own), Point(1, 0, chunk=chunks[-1]), Point(1, long)]
     for n in rows[1:]:
         found += [Point(n, short), Point(n, short, limits.width), Point(n, short, draft_width=own)]
     found += [Point(1, 0, chunk=n) for n in chunks[1:-1]]
-    found += [Point(1, min(long, limits.max_model_len - 2 - chunks[-1]), chunk=chunks[-1])]
+    found += [Point(1, min(long, room - chunks[-1]), chunk=chunks[-1])]
     found += [Point(n, long) for n in rows[1:]] + [Point(n, short, limits.width // 2) for n in rows]
-    return [p for p in dict.fromkeys(found) if p.context >= 0 and _cells(p, limits) <= limits.kv_tokens]
+    most = min(limits.kv_tokens, limits.max_model_len)
+    return [p for p in dict.fromkeys(found) if p.context >= 0 and _cells(p, limits) <= most]
 
 
 def _cells(point: Point, limits: HostLimits) -> int:

@@ -54,7 +54,7 @@ class Acceptance:
         passed = tried & (places < accepted[:, None])
         self._tried[slots] += tried
         self._passed[slots] += passed
-        keep = ALL_MEMORY ** int(tried[:, 0].sum())  # at every place: what was not tried for long fades
+        keep = ALL_MEMORY ** int(tried.any(1).sum())  # at every place: what was not tried for long fades
         self._all_tried = keep * self._all_tried + tried.sum(0)
         self._all_passed = keep * self._all_passed + passed.sum(0)
 

@@ -236,7 +236,7 @@ class Elastic:
     # ----------------------------------------------------------------------------------------------------- probes
     def _is_probe_due(self, width: int, rows: int) -> bool:
         """Where nothing would be proposed: whether this step is to propose for a probe in the next one."""
-        if width or not rows:
+        if width or not rows or not self.widths[-1]:
             self._probe_in = PROBE_LEAST
             return False
         found = self.acceptance.usual()[0]

@@ -34,6 +34,11 @@ COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "retractions": (("vllm:num_preemptions",), "Running choices put back to make room"),
     "drafted": (("vllm:spec_decode_num_draft_tokens",), "Draft tokens verified"),
     "accepted": (("vllm:spec_decode_num_accepted_tokens",), "Draft tokens accepted"),
+    "elastic_predicted_seconds": ((), "What the cost model said that steps would take"),
+    "elastic_measured_seconds": ((), "What those steps took"),
+    "elastic_plain_seconds": ((), "What the same tokens would have taken without drafts, by the cost model"),
+    "elastic_regret_seconds": ((), "Seconds of steps that drafts made longer than they were worth"),
+    "elastic_probes": ((), "Steps that verified drafts only to see whether they have become worth it"),
 }
 GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "running": (("vllm:num_requests_running",), "Choices in the batch"),
@@ -48,11 +53,13 @@ BY_KIND: Mapping[str, tuple[str, Mapping[str, str], str]] = {
                           "Rows of steps, by what they were for"),
     "vllm:spec_decode_num_drafts": ("", {"": "verify_rows"}, "Drafts verified, each of one or more tokens"),
 }
-BY_PLACE: Mapping[str, tuple[tuple[str, ...], str]] = {  # engine's name before the place: families
-    "drafted_at": (("stretto_drafted_per_position",), "Draft tokens verified, by place in the draft"),
-    "accepted_at": (("stretto_accepted_per_position", "vllm:spec_decode_num_accepted_tokens_per_pos"),
+BY_PLACE: Mapping[str, tuple[tuple[str, ...], str, str]] = {  # engine's name before the number: families, label, text
+    "drafted_at": (("stretto_drafted_per_position",), "position", "Draft tokens verified, by place in the draft"),
+    "accepted_at": (("stretto_accepted_per_position", "vllm:spec_decode_num_accepted_tokens_per_pos"), "position",
                     "Draft tokens accepted, by place in the draft"),
+    "elastic_chosen": (("stretto_elastic_rows",), "drafts", "Rows that decode, by the drafts the step gave them"),
 }
+ACCEPTED_RUNS = ("stretto_accepted_run_tokens", "Draft tokens accepted in a step, of each row with drafts")
 TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY = "time_to_first_token_seconds", "inter_token_latency_seconds"
 REQUEST_LATENCY, QUEUE_TIME = "e2e_request_latency_seconds", "request_queue_time_seconds"
 HISTOGRAMS: Mapping[str, str] = {  # each under our prefix and vLLM's
@@ -120,7 +127,7 @@ class ServerMetrics(Collector):
         yield from self._by_label()
         for name, value in self._snapshot.counters.items():
             if "." in name:
-                continue  # of a place in the draft
+                continue  # of a place in the draft, or a length
             others, text = COUNTERS.get(name, ((), f"Engine counter {name}"))
             yield from self._each(CounterMetricFamily, (f"stretto_{name}", *others), text, value)
         for name, value in self._snapshot.gauges.items():
@@ -142,13 +149,23 @@ class ServerMetrics(Collector):
             for kind, name in names.items():
                 family.add_metric([*labels, *filter(None, [kind])], counters.get(name, 0.0))
             yield family
-        for start, (family_names, text) in BY_PLACE.items():
+        for start, (family_names, label, text) in BY_PLACE.items():
             places = {name.partition(".")[2]: value for name, value in counters.items() if name.startswith(f"{start}.")}
             for family_name in family_names:
-                family = CounterMetricFamily(family_name, text, labels=[*self._labels, "position"])
+                family = CounterMetricFamily(family_name, text, labels=[*self._labels, label])
                 for place, value in places.items():
                     family.add_metric([*labels, place], value)
                 yield family
+        yield self._accepted_runs()
+
+    def _accepted_runs(self) -> Metric:
+        family = HistogramMetricFamily(*ACCEPTED_RUNS, labels=list(self._labels))
+        found = {int(name.partition(".")[2]): value for name, value in self._snapshot.counters.items()
+                 if name.startswith("accepted_runs.")}
+        below = [(str(n), sum(found.get(i, 0.0) for i in range(n + 1))) for n in range(max(found, default=-1) + 1)]
+        family.add_metric(list(self._labels.values()), [*below, ("+Inf", sum(found.values()))],
+                          sum(n * count for n, count in found.items()))
+        return family
 
     def _each(self, kind: type, names: tuple[str, ...], text: str, value: float) -> Iterator[Metric]:
         for name in names:

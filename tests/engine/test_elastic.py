@@ -1,0 +1,146 @@
+"""Elastic speculation over the real engine: it changes how many steps an answer takes, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stretto.device.streams import InlineDevice
+from stretto.engine.step_times import LEAST_POINTS, StepTimes, cached, points
+from stretto.host.cost import CostModel, StepWork
+from stretto.host.elastic import Elastic
+from stretto.params import SamplingParams
+from stretto.spec.scripted import ScriptedDrafter
+from tests.engine.small import VOCAB, Oracle, Run, greedy, make_core
+
+PROMPTS = [[5, 9, 2, 7, 1, 30], [8, 8, 1], [17, 4, 250, 99, 3, 3, 3, 41, 12], [60 + i for i in range(40)]]
+TOKENS, WIDTH = 40, 4
+CHEAP = [(StepWork(1, 1, 0), 0.010), (StepWork(1, 64, 0), 0.0101), (StepWork(1, 256, 0), 0.0102)]
+DEAR = [(StepWork(1, 1, 0), 0.001), (StepWork(1, 64, 0), 0.064), (StepWork(1, 256, 0), 0.256)]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    yield Oracle.make(tmp_path_factory.mktemp("elastic"), "llama")
+
+
+def elastic(samples: list[tuple[StepWork, float]], **more) -> Elastic:
+    return Elastic(CostModel(samples, 256), 9, (0, 2, WIDTH), exact=True, **more)
+
+
+def run(oracle: Oracle, policy: Elastic, accuracy: float = 1.0, sampling: SamplingParams | None = None,
+        **options) -> Run:
+    answers = [prompt + oracle.answer(prompt, TOKENS) for prompt in PROMPTS]
+    drafter = ScriptedDrafter(answers, WIDTH, accuracy, vocab_size=VOCAB)
+    run = Run(make_core(oracle.model, drafter=drafter, elastic=policy, budget=64, chunk=7, **options))
+    run.core.host._clock._clock = lambda: 0.0  # the cost model keeps to what it was given
+    for i, prompt in enumerate(PROMPTS):
+        run.submit(str(i), prompt, sampling or greedy(TOKENS))
+        run.step(3)
+    run.finish()
+    return run
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("samples", [CHEAP, DEAR], ids=["cheap", "dear"])
+def test_text_is_the_same_whatever_is_chosen(oracle: Oracle, samples: list, overlap: bool):
+    policy = elastic(samples)
+    got = run(oracle, policy, overlap=overlap, page_size=4)
+    for i, prompt in enumerate(PROMPTS):
+        assert got.ids(str(i)) == oracle.answer(prompt, TOKENS)
+    assert got.counters["mixed_steps"] > 0
+    rows, chosen = sum(policy.counters.chosen), policy.counters.chosen
+    if samples is CHEAP:
+        assert got.counters["accepted"] > TOKENS and chosen[WIDTH] > rows / 2
+    else:
+        assert chosen[0] > 0.8 * rows
+
+
+def test_a_small_pool_a_session_of_retractions_and_seeds(oracle: Oracle):
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=TOKENS)
+    plain = run(oracle, elastic(DEAR), sampling=sampling)
+    got = run(oracle, elastic(CHEAP), 0.7, sampling, pool_tokens=160, page_size=4)
+    assert got.counters["retractions"] > 0
+    assert [got.ids(str(i)) for i in range(len(PROMPTS))] == [plain.ids(str(i)) for i in range(len(PROMPTS))]
+
+
+def test_a_wrong_drafter_is_found_out(oracle: Oracle):
+    policy = elastic([(StepWork(1, n, 0), 0.01 + 0.001 * n) for n in (1, 16, 64, 256)])
+    run(oracle, policy, accuracy=0.0)
+    chosen = policy.counters.chosen
+    assert chosen[0] > 0.7 * sum(chosen) and policy.acceptance.usual()[0] < 0.3
+
+
+def test_a_request_that_names_its_drafts_gets_them(oracle: Oracle):
+    policy = elastic(DEAR)
+    got = run(oracle, policy, sampling=greedy(TOKENS, speculation=3))
+    assert got.counters["accepted"] > TOKENS and policy.counters.chosen[3] > 10
+    assert sum(policy.counters.chosen[4:]) == 0
+
+
+def test_a_goal_for_steps_makes_chunks_smaller(oracle: Oracle):
+    """Steps of more than about 100 tokens take too long here; the prompt has 200."""
+    cost = CostModel([(StepWork(1, n, 0), n / 1000) for n in (1, 64, 256)], 256)
+    policy = Elastic(cost, 9, (0,), exact=True, goal=0.1)
+    core = make_core(oracle.model, elastic=policy, budget=256, chunk=256)
+    got = Run(core)
+    got.core.host._clock._clock = lambda: 0.0
+    prompt = [3 + i % 200 for i in range(200)]
+    got.submit("a", prompt, greedy(4))
+    got.finish()
+    assert got.ids("a") == oracle.answer(prompt, 4)
+    assert got.counters["chunk_rows"] == 2
+
+
+# --------------------------------------------------------------------------------------------------------- step times
+def test_step_times_leave_the_engine_as_it_was(oracle: Oracle):
+    answers = [prompt + oracle.answer(prompt, TOKENS) for prompt in PROMPTS]
+    core = make_core(oracle.model, drafter=ScriptedDrafter(answers, WIDTH, vocab_size=VOCAB), budget=64, chunk=32,
+                     overlap=False)
+    assert isinstance(core.device, InlineDevice)
+    told: list[tuple[int, int]] = []
+    samples = StepTimes(core.device, core.host.limits, VOCAB).measure(seconds=60, progress=lambda *n: told.append(n))
+    wanted = points(core.host.limits)
+    assert len(samples) == len(wanted) == len(told) and all(seconds > 0 for _, seconds in samples)
+    assert {work.draft_width for work, _ in samples} == {0, WIDTH} and any(work.pairs for work, _ in samples)
+    CostModel(samples, 64)
+    got = Run(core)
+    for i, prompt in enumerate(PROMPTS):
+        got.submit(str(i), prompt, greedy(TOKENS))
+    got.finish()
+    assert [got.ids(str(i)) for i in range(4)] == [oracle.answer(prompt, TOKENS) for prompt in PROMPTS]
+
+
+def test_measuring_stops_when_its_time_is_over(oracle: Oracle):
+    core = make_core(oracle.model, overlap=False)
+    assert len(StepTimes(core.device, core.host.limits, VOCAB).measure(seconds=0.0)) == LEAST_POINTS
+
+
+@pytest.mark.parametrize("page, pool, context", [(1, 64, 40), (16, 4096, 256), (256, 512, 30)])
+def test_every_point_fits_the_engine(oracle: Oracle, page: int, pool: int, context: int):
+    core = make_core(oracle.model, overlap=False, page_size=page, pool_tokens=pool, slots=5,
+                     chunk=16, budget=24, host_drafter=lambda ids, n: [], host_width=3)
+    limits = replace(core.host.limits, max_model_len=context)
+    for point in points(limits):
+        assert point.work.tokens <= limits.budget and point.rows < limits.max_slots
+        assert point.context + point.chunk + 1 < limits.max_model_len
+        list(StepTimes(core.device, limits, VOCAB)._times(point))
+
+
+def test_samples_of_an_equal_start_are_used_again(tmp_path: Path):
+    calls: list[int] = []
+
+    def measure() -> list[tuple[StepWork, float]]:
+        calls.append(1)
+        return CHEAP
+
+    first, second = cached(tmp_path, ["a", 1], measure), cached(tmp_path, ["a", 1], measure)
+    assert first == (CHEAP, False) and second == (CHEAP, True) and len(calls) == 1
+    assert not cached(tmp_path, ["a", 2], measure)[1]
+    for path in (tmp_path / "step_times").glob("*.json"):
+        path.write_text(json.dumps([["broken"]]))
+    assert cached(tmp_path, ["a", 1], measure) == (CHEAP, False)
