@@ -126,6 +126,8 @@ class FakeDevice:
     """Runs a step at once; whoever drives it lets the results travel late. Methods named after the laws they keep, so
     that a test can break one by overriding it."""
 
+    slow = False  # copies are made only when a step waits for them
+
     def __init__(self, world: DeviceWorld, rng: random.Random):
         self.world, self.rng = world, rng
         self.slots = [self._empty() for _ in range(world.slots)]
@@ -159,7 +161,7 @@ class FakeDevice:
         """Makes the copies that the step must wait for, and perhaps others that have had their time."""
         self.count["fenced"] += bool(self.copies) and self.copies[0][0] <= fence
         moved = []
-        while self.copies and (self.copies[0][0] <= fence or self.rng.random() < 0.2):
+        while self.copies and (self.copies[0][0] <= fence or (not self.slow and self.rng.random() < 0.2)):
             seq, ops = self.copies.popleft()
             restored = {(group, target) for kind, group, _, target in ops if kind == PageOp.RESTORE}
             for op in ops:

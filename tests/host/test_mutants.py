@@ -445,6 +445,12 @@ class DraftCellsStay(FakeDevice):
         self.host[group][host_page].draft_cells = [None] * self.world.page
 
 
+class CopiesWhenAwaited(FakeDevice):
+    """No mutant: copies are made when a step waits for them, and not before."""
+
+    slow = True
+
+
 class CopiesInAnyOrder(FakeDevice):
     def finish_copies(self, fence):
         self.rng.shuffle(self.copies)
@@ -490,6 +496,8 @@ class ScoreRowSamples(FakeDevice):
     def n_out(self, slot, base, q):
         return max(0, base + q - slot[Int.KNOWN] + 1)
 
+
+SLOW = dict(TIER, device=CopiesWhenAwaited)
 
 MUTANTS: dict[str, tuple[Callable[[Patch], None] | type[FakeDevice], dict]] = {
     "unclipped_hi": (unclipped_hi, dict(
@@ -553,11 +561,12 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None] | type[FakeDevice], dict]] = {
     "drafter_cell_stored_at_i": (CellStoredAtI, dict(EAGLE, session_share=0)),
     "seam_not_kept": (SeamNotKept, EAGLE),
     "ingests_only_speculating_rows": (IngestsOnlySpeculatingRows, EAGLE),
-    "pages_read_before_they_have_come": (pages_read_before_they_have_come, TIER),
-    "step_does_not_wait_for_what_it_reads": (step_does_not_wait_for_what_it_reads, TIER),
+    "pages_read_before_they_have_come": (pages_read_before_they_have_come, SLOW),
+    "step_does_not_wait_for_what_it_reads": (step_does_not_wait_for_what_it_reads, dict(
+        TIER, room=1.3, most_waiting=1, poison=False, budget=8, device=CopiesWhenAwaited)),
     "pages_taken_before_they_are_saved": (pages_taken_before_they_are_saved, TIER),
-    "a_page_that_comes_back_is_not_fenced": (a_page_that_comes_back_is_not_fenced, TIER),
-    "copies_count_as_done_too_early": (copies_count_as_done_too_early, TIER),
+    "a_page_that_comes_back_is_not_fenced": (a_page_that_comes_back_is_not_fenced, SLOW),
+    "copies_count_as_done_too_early": (copies_count_as_done_too_early, SLOW),
     "another_pages_copy_comes_back": (another_pages_copy_comes_back, TIER),
     "a_host_page_with_two_owners": (a_host_page_with_two_owners, dict(TIER, host_room=0.3)),
     "a_forgotten_copy_is_still_used": (a_forgotten_copy_is_still_used, dict(TIER, host_room=0.3)),

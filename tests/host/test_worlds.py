@@ -28,7 +28,8 @@ def worlds(draw) -> World:
         depth=draw(st.integers(0, 3)), chunk=draw(st.sampled_from([1, 3, 16, 64])),
         budget=draw(st.sampled_from([2, 8, 40, 128])), cap_policy=draw(st.sampled_from(CAP_POLICIES)),
         mixed=draw(st.booleans()), prefix_cache=draw(st.booleans()), random_caps=draw(st.booleans()),
-        eager=draw(st.booleans()), accept=draw(st.sampled_from([0.3, 0.95, 1.0])), most_waiting=8)
+        eager=draw(st.booleans()), host_room=draw(st.sampled_from([0, 0, 0.2, 1.0, 4.0])),
+        accept=draw(st.sampled_from([0.3, 0.95, 1.0])), most_waiting=8)
 
 
 @settings(QUICK, max_examples=40)
@@ -46,7 +47,8 @@ def test_any_world_for_longer(world: World, seed: int):
 
 MUST_HAPPEN = ("answers", "aborted", "mixed_steps", "tail_rows", "retractions", "stale_results", "host_stops", "forks",
                "forks_without_pages", "session_turns", "in_place_turns", "branches", "reclaimed", "drafted", "accepted",
-               "late_kept", "late_dropped", "host_drafts", "cached_tokens", "pool_bound", "session_refusals")
+               "late_kept", "late_dropped", "host_drafts", "cached_tokens", "pool_bound", "session_refusals",
+               "host_saved_tokens", "host_restored_tokens", "host_declined_tokens", "host_forgotten_tokens", "fenced")
 
 
 def test_what_is_to_be_tested_happens():
