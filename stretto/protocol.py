@@ -5,7 +5,7 @@ The same structs travel in process (as objects) and between processes (msgpack t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -141,6 +141,25 @@ class Usage(msgspec.Struct, array_like=True):
     steps: int = 0  # steps that emitted tokens
     retractions: int = 0
     queue_seconds: float = 0.0  # from arrival to the first admission
+    verified_runs: tuple[int, ...] = ()  # item n: in how many steps n drafts were verified; n = 0 is not counted
+    accepted_runs: tuple[int, ...] = ()  # item n: in how many of these steps n drafts were accepted
+
+    def note_drafts(self, verified: int, accepted: int) -> None:
+        """Of one step."""
+        if verified:
+            self.verified_runs = counted(self.verified_runs, verified)
+            self.accepted_runs = counted(self.accepted_runs, accepted)
+
+
+def counted(runs: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """A histogram with one more item n."""
+    runs += (0,) * (n + 1 - len(runs))
+    return (*runs[:n], runs[n] + 1, *runs[n + 1 :])
+
+
+def reached(runs: Sequence[int]) -> list[int]:
+    """Item p: how many runs of a histogram go beyond place p."""
+    return [sum(runs[place + 1 :]) for place in range(len(runs) - 1)]
 
 
 class Output(msgspec.Struct, array_like=True):

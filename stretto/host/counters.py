@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from stretto.protocol import counted
+
 
 @dataclass(slots=True)
 class Counters:
@@ -62,6 +64,7 @@ class Counters:
 
     drafted_at: list[int] = field(default_factory=list)  # by place in the draft: drafts verified
     accepted_at: list[int] = field(default_factory=list)
+    accepted_runs: tuple[int, ...] = ()  # item n: in how many rows with drafts n of them were accepted
 
     def note_drafts(self, verified: int, accepted: int) -> None:
         """Of one row."""
@@ -71,10 +74,12 @@ class Counters:
         for place in range(verified):
             self.drafted_at[place] += 1
             self.accepted_at[place] += place < accepted
+        if verified:
+            self.accepted_runs = counted(self.accepted_runs, accepted)
 
     def as_dict(self) -> dict[str, float]:
-        """By name; the counts of a place in the draft as `drafted_at.0`, `drafted_at.1` and so on."""
+        """By name; the counts of a place in the draft, or of a length, as `drafted_at.0`, `drafted_at.1` and so on."""
         values = asdict(self)
-        for name in ("drafted_at", "accepted_at"):
+        for name in ("drafted_at", "accepted_at", "accepted_runs"):
             values |= {f"{name}.{place}": count for place, count in enumerate(values.pop(name))}
         return values

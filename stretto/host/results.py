@@ -139,6 +139,7 @@ class Results:
         accepted = max(len(new) - 1, 0)  # none of the ids may be left: a grammar may have ended before them
         usage.accepted_tokens += accepted
         usage.steps += bool(new)
+        usage.note_drafts(row.verified, accepted)
         self._counters.generated_tokens += len(new)
         self._counters.drafted += row.verified
         self._counters.accepted += accepted

@@ -22,7 +22,7 @@ from stretto.serve.calls import answer, check_generation, make_generation
 from stretto.serve.errors import bad_request, from_validation, in_words_of, renamed
 from stretto.serve.logprobs import floored
 from stretto.serve.schemas import CompletionRequest, GenerateRequest
-from stretto.serve.service import Generation, Service
+from stretto.serve.service import Generation, Service, speculated
 from stretto.serve.streaming import DONE, event
 
 UNNAMED = "unknown"  # what gateways put in where the client named no model, as clients of this API do not
@@ -133,8 +133,7 @@ class _Call:
             "id": request.rid, "finish_reason": _finish(one, usage),
             "prompt_tokens": usage.prompt_tokens or len(request.tokens),
             "completion_tokens": usage.completion_tokens, "cached_tokens": usage.cached_tokens,
-            "spec_verify_ct": usage.steps, "drafted_tokens": usage.drafted_tokens,
-            "accepted_tokens": usage.accepted_tokens, "e2e_latency": time.monotonic() - request.arrival}
+            "spec_verify_ct": usage.steps, **speculated([usage]), "e2e_latency": time.monotonic() - request.arrival}
         if self._body.return_logprob:
             start = max(self._body.logprob_start_len or 0, 0)
             meta |= self._logprobs("output", one.logprobs) | self._logprobs("input", scores[start:])

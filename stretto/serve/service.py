@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from stretto.protocol import (
     RequestError,
     TokenLogprob,
     Usage,
+    reached,
 )
 from stretto.serve.clock import CallClock
 from stretto.serve.errors import CLIENT_CLOSED, ApiError, bad_request, did_you_mean, model_not_found, unsupported
@@ -337,7 +339,22 @@ def total_usage(last: dict[tuple[int, int], Usage], requests: list[Request]) -> 
     return {
         "prompt_tokens": prompt_tokens, "completion_tokens": completion, "total_tokens": prompt_tokens + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "speculation": {"drafted_tokens": sum(usage.drafted_tokens for usage in last.values()),
-                        "accepted_tokens": sum(usage.accepted_tokens for usage in last.values()),
-                        "steps": sum(usage.steps for usage in last.values())},
+        "speculation": speculated(list(last.values())),
     }
+
+
+def speculated(usages: Sequence[Usage]) -> dict[str, Any]:
+    """What speculation did for some choices. `accepted_runs`: item n is in how many steps n drafts were accepted;
+    `drafted_at`, `accepted_at`: by place in the draft; `tokens_per_step`: the mean accepted length, the last id, which
+    is no draft, included."""
+    steps = sum(usage.steps for usage in usages)
+    tokens = sum(usage.completion_tokens for usage in usages)
+    runs = [_summed([getattr(usage, name) for usage in usages]) for name in ("verified_runs", "accepted_runs")]
+    return {"drafted_tokens": sum(usage.drafted_tokens for usage in usages),
+            "accepted_tokens": sum(usage.accepted_tokens for usage in usages), "steps": steps,
+            "tokens_per_step": round(tokens / steps, 4) if steps else None, "accepted_runs": runs[1],
+            "drafted_at": reached(runs[0]), "accepted_at": reached(runs[1] + [0] * (len(runs[0]) - len(runs[1])))}
+
+
+def _summed(histograms: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(counts) for counts in itertools.zip_longest(*histograms, fillvalue=0)]

@@ -45,6 +45,8 @@ def test_tokens_by_kind_add_up_and_the_trace_agrees(oracle: Oracle, answers, ove
     assert sum(drafted) == counters["drafted"] and sum(accepted) == counters["accepted"] > 0
     assert drafted[0] == counters["verify_rows"]
     assert all(later <= earlier for earlier, later in itertools.pairwise(accepted))
+    runs = [counters.get(f"accepted_runs.{n}", 0) for n in range(len(places) + 1)]
+    assert sum(runs) == counters["verify_rows"] and accepted == [sum(runs[p + 1 :]) for p in places]
     assert len(records) == counters["steps"] and [record.seq for record in records] == list(range(len(records)))
     for kind in ("prefill_tokens", "decode_tokens", "verify_tokens", "generated_tokens", "accepted"):
         assert sum(record.counts[kind] for record in records) == counters[kind]

@@ -28,6 +28,8 @@ from stretto.protocol import (
     EngineInfo,
     EngineStats,
     FlushCache,
+    GetSession,
+    OpenSession,
     Output,
     Request,
     RequestError,
@@ -159,6 +161,7 @@ class CoreOptions:
     """Picklable: the engine process gets it as its factory."""
 
     block: int = 1  # tokens a step, as with speculation
+    miss_every: int = 0  # in every so many-th step of a choice only one draft is accepted
     step_seconds: float = 0.0
     max_num_seqs: int = 8
     max_model_len: int = 512
@@ -189,7 +192,8 @@ class ScriptedCore:
         self.seen: set[tuple[int, ...]] = set()
         self.traced = self.trace_limit = 0
         self.counters = dict.fromkeys(("prompt_tokens", "generated_tokens", "cached_tokens", "retractions", "drafted",
-                                       "accepted", "steps"), 0.0)
+                                       "accepted", "steps", "prefill_tokens", "decode_tokens", "verify_tokens"), 0.0)
+        self.sessions: dict[str, SessionInfo] = {}
 
     @property
     def has_work(self) -> bool:
@@ -227,6 +231,13 @@ class ScriptedCore:
         if isinstance(action, FlushCache):
             self.seen.clear()
             return [], []
+        if isinstance(action, OpenSession):
+            self.sessions[action.sid] = SessionInfo(id=action.sid, state="idle", tokens=0, cached_tokens=0, turns=0,
+                                                    waiting=0, last_turn="none", idle_seconds=0.0, ttl=60.0,
+                                                    capacity=action.capacity)
+            return [self.sessions[action.sid]], []
+        if isinstance(action, GetSession) and action.sid is None:
+            return list(self.sessions.values()), []
         raise RequestError("a scripted core has no sessions", param="session_id")
 
     def abort(self, rid: str, received: int | None = None) -> list[Output]:
@@ -266,7 +277,15 @@ class ScriptedCore:
         choice.usage.steps += bool(out.token_ids)
         choice.usage.drafted_tokens += self.options.block - 1
         choice.usage.accepted_tokens += max(0, len(out.token_ids) - 1)
+        choice.usage.note_drafts(self.options.block - 1, max(0, len(out.token_ids) - 1))
         self.counters["generated_tokens"] += len(out.token_ids)
+        for place in range(1, self.options.block):
+            drafted, accepted = f"drafted_at.{place}", f"accepted_at.{place}"
+            self.counters[drafted] = self.counters.get(drafted, 0.0) + 1
+            self.counters[accepted] = self.counters.get(accepted, 0.0) + (len(out.token_ids) > place)
+        if choice.first:
+            self.counters["prefill_tokens"] += len(choice.request.tokens)
+        self.counters["verify_tokens" if self.options.block > 1 else "decode_tokens"] += self.options.block
         self.counters["drafted"] += self.options.block - 1
         self.counters["accepted"] += max(0, len(out.token_ids) - 1)
         out.usage = Usage(*(getattr(choice.usage, name) for name in Usage.__struct_fields__))
@@ -278,7 +297,9 @@ class ScriptedCore:
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         out = Output(choice.request.rid, choice.index, [], "")
         shown: list[int] = []
-        for _ in range(self.options.block):
+        every = self.options.miss_every
+        missed = every and choice.usage.steps % every == every - 1
+        for _ in range(min(2, self.options.block) if missed else self.options.block):
             if choice.usage.completion_tokens == limit:
                 out.finish_reason = "length"
                 break

@@ -126,7 +126,9 @@ async def test_case_15_11_cached_tokens_never_exceed_the_prompt(api: Api):
 async def test_speculation_is_reported(api: Api):
     async with make_api(CoreOptions(block=4)) as api:
         usage = (await api.chat("hello", max_tokens=8)).json()["usage"]
-    assert usage["speculation"] == {"drafted_tokens": 6, "accepted_tokens": 6, "steps": 2}
+    assert usage["speculation"] == {
+        "drafted_tokens": 6, "accepted_tokens": 6, "steps": 2, "tokens_per_step": 4.0, "accepted_runs": [0, 0, 0, 2],
+        "drafted_at": [2, 2, 2], "accepted_at": [2, 2, 2]}
     assert usage["completion_tokens"] == usage["speculation"]["steps"] + usage["speculation"]["accepted_tokens"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,12 @@ async def test_answers_are_the_oracles_streamed_and_not(oracle: Oracle, answers:
     report = [answer.json()["usage"]["speculation"] for answer in both[::2]]
     assert sum(r["drafted_tokens"] for r in report) > 0  # drafts did fire
     assert all(r["steps"] + r["accepted_tokens"] == NEW for r in report)
+    for r in report:  # by length and by place, the same drafts
+        by_length = sum(n * count for n, count in enumerate(r["accepted_runs"]))
+        assert by_length == sum(r["accepted_at"]) == r["accepted_tokens"]
+        assert sum(r["drafted_at"]) == r["drafted_tokens"] and (
+            not r["drafted_at"] or r["drafted_at"][0] == sum(r["accepted_runs"]))
+        assert r["tokens_per_step"] == round(NEW / r["steps"], 4)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -87,6 +94,11 @@ async def test_case_17_03_metrics_equal_the_usages(oracle: Oracle):
     for name, field in (("draft", "drafted_tokens"), ("accepted", "accepted_tokens")):
         assert found[f"vllm:spec_decode_num_{name}_tokens_total"] == sum(u["speculation"][field] for u in usages)
     assert all(0 <= u["prompt_tokens_details"]["cached_tokens"] <= u["prompt_tokens"] for u in usages)
+    runs = [sum(counts) for counts in itertools.zip_longest(*(u["speculation"]["accepted_runs"] for u in usages),
+                                                            fillvalue=0)]
+    assert found["stretto_accepted_run_tokens_count"] == sum(runs) > 0
+    assert found["stretto_accepted_run_tokens_sum"] == sum(n * count for n, count in enumerate(runs))
+    assert found["stretto_accepted_run_tokens_bucket|le=0"] == runs[0]
 
 
 async def test_case_16_01_bad_ids_never_reach_the_device(oracle: Oracle):

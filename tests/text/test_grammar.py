@@ -116,7 +116,7 @@ def test_what_is_large_and_honest_passes(tokens: LLTokenizer, grammar: Grammar):
 class DigitTokenizer(ByteTokenizer):
     """Numbers of up to three digits are tokens, too, as in the vocabularies of Llama 3 and GPT-4."""
 
-    numbers = [str(i) for i in range(10)] + [f"{i:0{n}}" for n in (2, 3) for i in range(10**n)]  # noqa: RUF012
+    numbers = [str(i) for i in range(10)] + [f"{i:0{n}}" for n in (2, 3) for i in range(10**n)]
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.numbers[token_id - VOCAB].encode() if token_id >= VOCAB else super().token_bytes(token_id)
