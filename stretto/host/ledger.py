@@ -23,9 +23,11 @@ instead of pages: it belongs beside `pages` in Lease, taken in `reserve` and ret
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from stretto.host.faults import HostFault, need
@@ -587,10 +589,17 @@ class Ledger:
     def worth(self, lease: Lease) -> float:
         """Tokens that would be lost with a lease for the memory that it alone holds; 1: as many as fit there."""
         alone = 0
-        for g in self._groups:
-            shared = sum(node.pins[g] > 1 for node in lease.nodes[lease.first[g] :])
+        for g, window in enumerate(self.windows):
+            if window is None:  # who holds a page holds all before it, so those that are shared come first
+                shared = bisect_left(range(len(lease.nodes)), True, key=partial(self._holds_alone, lease, g))
+            else:
+                shared = sum(node.pins[g] > 1 for node in lease.nodes[lease.first[g] :])
             alone += (len(lease.pages[g]) - lease.first[g] - shared) * self._page_bytes[g]
         return lease.lo * self._token_bytes / max(alone, self._token_bytes)
+
+    @staticmethod
+    def _holds_alone(lease: Lease, group: int, index: int) -> bool:
+        return lease.nodes[index].pins[group] <= 1
 
     # ------------------------------------------------------------------------------------------------------ checks
     def check(self) -> None:
