@@ -32,6 +32,7 @@ from stretto.model.config import ModelConfig
 from stretto.model.load import build_model
 from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo, Request
+from stretto.spec.api import Drafter
 from stretto.spec.ngram import NgramDrafter
 
 LLAMA = dict(architectures=["LlamaForCausalLM"], hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
@@ -91,38 +92,39 @@ def read_rate() -> float:
 
 
 def make_core(args: argparse.Namespace) -> tuple[EngineCore, dict]:
-    shape = SHAPES[args.shape]
-    started = time.perf_counter()
-    config = ModelConfig.from_hf(shape)
-    context = args.prompt + args.new + 64
-    model = build_model(config, RandomSource(config, shape["tie_word_embeddings"]), torch.bfloat16,
-                        torch.device("cuda"), context=context)
+    context, seqs = args.prompt + args.new + 64, max(args.rows)
+    drafter = NgramDrafter(args.drafts) if args.drafts else None
+    return build_core(args.shape, seqs, seqs * (context + 64), context, page=args.page, chunk=args.chunk,
+                      budget=args.budget, drafter=drafter, graphs=not args.eager)
+
+
+def build_core(shape: str, seqs: int, cells: int, context: int, *, page: int = 16, chunk: int = 8192,
+               budget: int = 8192, drafter: Drafter | None = None, graphs: bool = True) -> tuple[EngineCore, dict]:
+    """An engine of random weights with KV memory for `cells` tokens, its usual graphs captured; and what that took."""
+    started, config, device = time.perf_counter(), ModelConfig.from_hf(SHAPES[shape]), torch.device("cuda")
+    model = build_model(config, RandomSource(config, SHAPES[shape]["tie_word_embeddings"]), torch.bfloat16, device,
+                        context=context)
     torch.cuda.synchronize()
     built = time.perf_counter()
-    groups = group_layers(model.layers)
-    seqs = max(args.rows)
-    tokens = seqs * (context + 64)
-    pages = -(-tokens // args.page) + 1
-    kv = KVCache(model.layers, groups, [pages] * len(groups), args.page, model.dtype, model.device)
-    table = SlotTable(seqs + 1, context, args.page, len(groups), model.device)
-    drafter = NgramDrafter(args.drafts) if args.drafts else None
-    runner = Runner(model, choose_backend(model.layers, args.page, model.device, model.dtype), kv, table, drafter)
-    device = CudaDevice(runner, model.device, graphs=not args.eager)
+    groups, pages, width = group_layers(model.layers), -(-cells // page) + 1, drafter.caps.max_width if drafter else 0
+    kv = KVCache(model.layers, groups, [pages] * len(groups), page, model.dtype, device)
+    table = SlotTable(seqs + 1, context, page, len(groups), device)
+    runner = Runner(model, choose_backend(model.layers, page, device, model.dtype), kv, table, drafter)
+    half = CudaDevice(runner, device, graphs=graphs)
     free = torch.cuda.mem_get_info()[0]
-    if not args.eager:
-        device.warm_up(usual_shapes(seqs, 1 + args.drafts, args.drafts))
+    if graphs:
+        half.warm_up(usual_shapes(seqs, 1 + width, width))
     torch.cuda.synchronize()
-    facts = {"build_s": built - started, "graphs": len(device.graphs.graphs),
-             "capture_s": device.graphs.capture_seconds,
+    facts = {"build_s": built - started, "graphs": len(half.graphs.graphs), "capture_s": half.graphs.capture_seconds,
              "graph_memory_gib": (free - torch.cuda.mem_get_info()[0]) / 2**30,
-             "weights_bytes": _bytes_read(model, shape),
+             "weights_bytes": _bytes_read(model, SHAPES[shape]),
              "kv_token_bytes": sum(bytes_per_token(model.layers, g, model.dtype) for g in groups)}
-    limits = HostLimits(page_size=args.page, pages=(pages,) * len(groups), windows=tuple(g.window for g in groups),
-                        max_slots=seqs + 1, max_model_len=context, chunk=args.chunk, budget=args.budget,
-                        width=args.drafts, depth=1, prefix_cache=False)
-    info = EngineInfo(model_name=args.shape, vocab_size=model.vocab_size, max_model_len=context, max_num_seqs=seqs,
-                      kv_tokens=tokens, eos_token_ids=[])
-    return EngineCore(HostHalf(limits, None), device, info, 1), facts
+    limits = HostLimits(page_size=page, pages=(pages,) * len(groups), windows=tuple(g.window for g in groups),
+                        max_slots=seqs + 1, max_model_len=context, chunk=chunk, budget=budget, width=width, depth=1,
+                        prefix_cache=False)
+    info = EngineInfo(model_name=shape, vocab_size=model.vocab_size, max_model_len=context, max_num_seqs=seqs,
+                      kv_tokens=cells, eos_token_ids=[])
+    return EngineCore(HostHalf(limits, None), half, info, 1), facts
 
 
 def _bytes_read(model: object, shape: dict) -> int:

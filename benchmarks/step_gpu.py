@@ -31,6 +31,7 @@ from stretto.device.streams import LARGEST_GRAPH
 from stretto.model.config import ModelConfig
 from stretto.model.load import build_model
 from stretto.sample.features import SHORT, StepShape
+from stretto.spec.api import Drafter
 from stretto.wire import Int, Real
 
 REPEATS = 24
@@ -60,26 +61,15 @@ def chunk(tokens: int, context: int) -> Rows:
 
 
 class Lab:
-    """A model of random weights with a slot table and KV memory for `seqs` rows of together `cells` cells."""
+    """Steps of a runner whose slot table, with its first `context` positions, may be overwritten."""
 
-    def __init__(self, shape: str, seqs: int, cells: int, context: int, page: int = 16):
-        hf = SHAPES[shape]
-        self.config, self.tied, self.page = ModelConfig.from_hf(hf), hf["tie_word_embeddings"], page
-        device = torch.device("cuda")
-        self.model = build_model(self.config, RandomSource(self.config, self.tied), torch.bfloat16, device,
-                                 context=context)
-        groups = group_layers(self.model.layers)
-        self.pages = -(-cells // page) + seqs
-        kv = KVCache(self.model.layers, groups, [self.pages] * len(groups), page, self.model.dtype, device)
-        for part in (*kv.k, *kv.v):
-            part.normal_()
-        self.table = SlotTable(seqs + 1, context, page, len(groups), device)
-        self.runner = Runner(self.model, choose_backend(self.model.layers, page, device, self.model.dtype), kv,
-                             self.table)
-        self.graphs = GraphExecutor(self.runner, LARGEST_GRAPH)
+    def __init__(self, runner: Runner, graphs: GraphExecutor, config: ModelConfig):
+        self.runner, self.graphs, self.config = runner, graphs, config
+        self.table, self.page, self.pages = runner.table, runner.table.page_size, min(runner.kv.pages)
 
-    def prepare(self, rows: list[Rows], sampled: bool = False) -> tuple[torch.Tensor, StepShape]:
-        """Sets the slot table to the state before the step. Returns the plan's rows and the shape of the step."""
+    def prepare(self, rows: list[Rows], sampled: bool = False, drafts: int = 0) -> tuple[torch.Tensor, StepShape]:
+        """Sets the slot table to the state before the step. Returns the plan's rows and the shape of the step, which
+        ends with proposals of `drafts` ids."""
         each = [r for r in rows for _ in range(r.count)]
         table, n = self.table, len(each)
         ints = table.ints[:, 1 : n + 1]
@@ -93,6 +83,7 @@ class Lab:
         ints[Int.LIMIT] = table.context
         ints[Int.EPOCH] = 1
         ints[Int.LOGPROBS] = -1
+        ints[Int.SPECULATION] = drafts
         table.reals[Real.TEMPERATURE] = 1.0 if sampled else 0.0
         table.reals[Real.TOP_P] = 1.0
         table.log.random_(0, self.config.vocab_size)
@@ -103,13 +94,13 @@ class Lab:
             at += needed
         plan = torch.tensor([[i + 1, 1, r.tokens] for i, r in enumerate(each)], dtype=torch.int32).cuda()
         tokens, logits = int(fed.sum()), sum(max(r.sampled, 1) for r in each)
-        return plan, StepShape(rows=n, tokens=tokens, logits=logits, width=max(1, *out.tolist(), 1), draft_width=0,
+        return plan, StepShape(rows=n, tokens=tokens, logits=logits, width=max(1, *out.tolist(), 1), draft_width=drafts,
                                short=int(fed.max()) <= SHORT, sampled=sampled)
 
     @torch.inference_mode()
-    def time(self, rows: list[Rows], sampled: bool = False, repeats: int = REPEATS) -> float:
+    def time(self, rows: list[Rows], sampled: bool = False, drafts: int = 0, repeats: int = REPEATS) -> float:
         """Seconds of the step, median of `repeats`."""
-        plan, shape = self.prepare(rows, sampled)
+        plan, shape = self.prepare(rows, sampled, drafts)
         bucket = bucketed(shape)
         padded = torch.zeros(bucket.rows, 3, dtype=torch.int32, device="cuda")
         padded[: len(plan)] = plan
@@ -172,6 +163,20 @@ class Lab:
             ended = span.end
 
 
+def make_lab(shape: str, seqs: int, cells: int, context: int, page: int = 16, drafter: Drafter | None = None) -> Lab:
+    """A model of random weights with a slot table and KV memory for `seqs` rows of together `cells` cells."""
+    config, device = ModelConfig.from_hf(SHAPES[shape]), torch.device("cuda")
+    model = build_model(config, RandomSource(config, SHAPES[shape]["tie_word_embeddings"]), torch.bfloat16, device,
+                        context=context)
+    groups = group_layers(model.layers)
+    kv = KVCache(model.layers, groups, [-(-cells // page) + seqs] * len(groups), page, model.dtype, device)
+    for part in (*kv.k, *kv.v):
+        part.normal_()
+    table = SlotTable(seqs + 1, context, page, len(groups), device)
+    runner = Runner(model, choose_backend(model.layers, page, device, model.dtype), kv, table, drafter)
+    return Lab(runner, GraphExecutor(runner, LARGEST_GRAPH), config)
+
+
 def multiply_rate() -> float:
     """Operations a second of torch's product at 2048 rows of the 8B shape's largest matrix, random data."""
     x = torch.randn(2048, 4096, device="cuda", dtype=torch.bfloat16)
@@ -187,20 +192,15 @@ def multiply_rate() -> float:
     return 2 * x.numel() * w.shape[0] / statistics.median(times)
 
 
-def scan_cases(shape: str) -> Iterator[list[Rows]]:
+def scan_cases() -> Iterator[list[Rows]]:
     """Rows 1..256, 1..8 tokens a row, contexts to 8k, with and without a chunk of a prompt beside them."""
-    for context in (128, 1024, 4096, 8192):
-        for count in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-            if count * context > 1 << 19:
-                continue
-            for drafts in (0, 1, 3, 7):
-                yield [verify(count, context, drafts)]
-    for count in (0, 1, 8, 64, 256):
-        for tokens in (256, 1024, 2048):
-            beside = [decode(count, 1024)] if count else []
-            yield [*beside, chunk(tokens, tokens)]
-        if count:
-            yield [verify(count, 1024, 7), chunk(2048, 2048)]
+    for context in (256, 1024, 4096, 8192):
+        for count in (1, 4, 16, 64, 256):
+            if count * context <= 1 << 18:
+                yield from ([verify(count, context, drafts)] for drafts in (0, 3, 7))
+    for count in (0, 16, 64, 256):
+        for tokens in (256, 2048):
+            yield [*([decode(count, 1024)] if count else []), chunk(tokens, tokens)]
 
 
 def parse_case(text: str) -> list[Rows]:
@@ -236,10 +236,10 @@ def main() -> None:
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs are not captured on the default stream
     read, multiply = read_rate(), multiply_rate()
     print(f"{torch.cuda.get_device_name()}: reads {read / 1e12:.2f} TB/s, multiplies {multiply / 1e12:.0f} TFLOP/s")
-    lab = Lab(args.shape, 256, (1 << 19) + 4096, 8192 + 64)
+    lab = make_lab(args.shape, 256, (1 << 19) + 4096, 8192 + 64)
     for text in args.timeline:
         lab.timeline(parse_case(text))
-    cases = [parse_case(text) for text in args.cases] + (list(scan_cases(args.shape)) if args.scan else [])
+    cases = [parse_case(text) for text in args.cases] + (list(scan_cases()) if args.scan else [])
     found = measure(lab, cases, read, multiply, quiet=args.scan)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -34,12 +34,20 @@ def bucket_of(size: int) -> int:
     return _STEPS[bisect_left(_STEPS, size)]
 
 
+def coarse_bucket_of(size: int) -> int:
+    """For steps with chunks of prompts, whose rows, tokens and logits come in any combination: few buckets, so that
+    each is met again soon. Padding costs little below 512 tokens, where weights are what takes time."""
+    if size <= 512:
+        return max(8, 1 << (size - 1).bit_length())
+    return -(-size // 128) * 128 if size <= 1024 else -(-size // 256) * 256
+
+
 def bucketed(shape: StepShape) -> StepShape:
     """The bucket of a shape. Tokens and logits are at least the rows, as one of each is the common case."""
     assert shape.tokens is not None and shape.logits is not None
-    rows = bucket_of(shape.rows)
-    return replace(shape, rows=rows, tokens=max(rows, bucket_of(shape.tokens)),
-                   logits=max(rows, bucket_of(shape.logits)))
+    bucket = bucket_of if shape.short else coarse_bucket_of
+    rows = bucket(shape.rows)
+    return replace(shape, rows=rows, tokens=max(rows, bucket(shape.tokens)), logits=max(rows, bucket(shape.logits)))
 
 
 def is_usual(shape: StepShape) -> bool:
@@ -137,10 +145,12 @@ class GraphExecutor:
         return out
 
     def capture(self, bucket: StepShape) -> Captured:
-        """Warms the kernels up on padding rows, which change nothing, then captures."""
+        """Captures a step of padding rows, which change nothing; before it runs them, if the bucket's kernels have
+        never run."""
         started = time.perf_counter()
         rows = torch.zeros(bucket.rows, 3, dtype=torch.int32, device=self.runner.model.device)
-        self.runner.run(rows, bucket)
+        if bucket not in self.seen:
+            self.runner.run(rows, bucket)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()  # torch.cuda.graph would also empty the allocator's cache, each time
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
@@ -158,7 +168,8 @@ class GraphExecutor:
         words = -(-runner.model.vocab_size // 32)
         masks = TokenMasks(torch.full((bucket.rows, bucket.width), -1, dtype=torch.int32, device=device),
                            torch.full((bucket.logits or 1, words), -1, dtype=torch.int32, device=device))
-        runner.second(runner.first(rows, bucket), rows, bucket, masks)
+        if bucket not in self.seen:
+            runner.second(runner.first(rows, bucket), rows, bucket, masks)
         torch.cuda.synchronize()
         first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with self._capturing(first):

@@ -37,6 +37,7 @@ class ScriptedDrafter:
 
     def propose(self, step: RaggedStep, view: SlotView, width: int) -> Offer:
         width = min(width, self.caps.max_width)
+        self.answers, self.lengths = self.answers.to(view.log.device), self.lengths.to(view.log.device)
         known = view.known[step.slots].long()
         answer = self._answer_of(view.log[step.slots], known)
         place = (known[:, None] + torch.arange(width, device=known.device)).clamp_(max=self.answers.shape[1] - 1)

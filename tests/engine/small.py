@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from stretto.attn.torch_ragged import TorchRagged
+from stretto.attn.select import choose_backend
 from stretto.device.kv import KVCache, group_layers
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
@@ -26,6 +27,8 @@ from stretto.spec.api import Drafter
 from stretto.testing import AlwaysCopy
 
 VOCAB, CONTEXT, MARGIN = 300, 256, 1e-3
+DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))
+"""Where the engines run: `make test-gpu` runs these tests on CUDA too."""
 
 SHAPE = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=False)
@@ -94,7 +97,7 @@ class Oracle:
     @classmethod
     def make(cls, folder: Path, name: str, window: int | None = None, sharpness: float = 20) -> Oracle:
         reference = save_tiny(folder, name, window, sharpness)
-        return cls(load_model(folder, dtype=torch.float32, device=torch.device("cpu")), reference)
+        return cls(load_model(folder, dtype=torch.float32, device=DEVICE), reference)
 
     def answer(self, prompt: list[int], n: int) -> list[int]:
         """n greedy ids. Asserts that no two best logits are within the margin, so that rounding decides nothing."""
@@ -121,7 +124,7 @@ def make_core(model: CausalModel, *, page_size: int = 16, pool_tokens: int = 409
     context = min(CONTEXT, model.max_position)
     table = SlotTable(slots, context, page_size, len(groups), model.device)
     width = drafter.caps.max_width if drafter else host_width if host_drafter else 0
-    runner = Runner(model, TorchRagged(), kv, table, drafter)
+    runner = Runner(model, choose_backend(model.layers, page_size, model.device, model.dtype), kv, table, drafter)
     if host_tokens:
         counts = tuple(-(-host_tokens // page_size) for _ in groups)
         limits = {"host_pages": counts, "page_bytes": runner.keep_on_host(counts).page_bytes,

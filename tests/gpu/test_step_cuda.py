@@ -9,6 +9,7 @@ from stretto.model.load import load_model
 from stretto.spec.ngram import NgramDrafter
 from stretto.spec.scripted import ScriptedDrafter
 from stretto.wire import Int, Real
+from tests.covering import Cell, cell_id, full_product, pairwise
 from tests.device.driver import Driver, Job, text
 from tests.engine.small import VOCAB, save_tiny
 
@@ -45,12 +46,13 @@ def wanted(models):
     return {sampled: [text(rows) for rows in Driver(models["cpu"]).run(jobs(sampled))] for sampled in (False, True)}
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("page", [1, 16, 256])
-@pytest.mark.parametrize("drafts", ["none", "ngram", "right", "half"])
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_text_is_the_cpus(models, wanted, graphs: bool, page: int, drafts: str, sampled: bool) -> None:
-    model, want = models["cuda"], wanted[sampled]
+OPTIONS = {"graphs": (False, True), "page": (1, 16, 256), "drafts": ("none", "ngram", "right", "half"),
+           "sampled": (False, True)}
+
+
+def check_text(models, wanted, cell: Cell) -> None:
+    model, want = models["cuda"], wanted[cell["sampled"]]
+    graphs, page, drafts, sampled = (cell[name] for name in OPTIONS)
     whole = [p + w for p, w in zip(PROMPTS, want, strict=True)]
     drafter = {"none": None, "ngram": NgramDrafter(4)}[drafts] if drafts in ("none", "ngram") else ScriptedDrafter(
         whole, 4, 1.0 if drafts == "right" else 0.5, vocab_size=VOCAB, variable=drafts == "half", device=model.device)
@@ -61,6 +63,17 @@ def test_text_is_the_cpus(models, wanted, graphs: bool, page: int, drafts: str, 
     assert driver.mixed > 0 and (drafts in ("none", "ngram") or driver.accepted > 0)
     if graphs:
         assert driver.runner.execute.replays > 10
+
+
+@pytest.mark.parametrize("cell", pairwise(OPTIONS), ids=cell_id)
+def test_text_is_the_cpus(models, wanted, cell: Cell) -> None:
+    check_text(models, wanted, cell)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", full_product(OPTIONS), ids=cell_id)
+def test_text_is_the_cpus_whole_product(models, wanted, cell: Cell) -> None:
+    check_text(models, wanted, cell)
 
 
 def test_replay_equals_eager_bit_for_bit(models) -> None:
