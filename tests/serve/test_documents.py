@@ -1,7 +1,8 @@
-"""The curl examples of the documents, as they stand, and the metrics that they name."""
+"""The curl and Python examples of the documents, as they stand, and the metrics that they name."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
@@ -10,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from stretto.serve.page import FOLDER
-from tests.serve.conftest import Api, make_api
+from tests.serve.conftest import Api, make_api, make_served
 from tests.serve.fakes import CoreOptions
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-EXAMPLES = [(name, block) for name in ("api.md", "operations.md")
+EXAMPLES = [(name, block) for name in ("api.md", "operations.md", "quickstart.md")
             for block in re.findall(r"```sh\n(curl .*?)```", (DOCS / name).read_text(), re.DOTALL)]
 
 
@@ -28,6 +29,19 @@ async def test_examples_work(api: Api, document: str, command: str):
     assert "x-stretto-ignored" not in answer.headers
     if body is not None and json.loads(body).get("stream"):
         assert answer.text.rstrip().endswith("[DONE]")
+
+
+SERVER = "http://127.0.0.1:8000"  # of every example
+PROGRAMS = [(path.name, block) for path in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
+            for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL) if SERVER in block]
+
+
+@pytest.mark.parametrize("document, program", PROGRAMS, ids=[f"{name}-{i}" for i, (name, _) in enumerate(PROGRAMS)])
+async def test_client_programs_work(document: str, program: str, capsys: pytest.CaptureFixture):
+    options = CoreOptions(model_name="SmolLM2-135M-Instruct", block=3, max_model_len=4000)
+    async with make_served(options) as api:
+        await asyncio.to_thread(exec, compile(program.replace(SERVER, api.url), document, "exec"), {})
+    assert capsys.readouterr().out.strip(), "it printed nothing"
 
 
 async def test_every_route_is_documented():
