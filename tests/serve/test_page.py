@@ -14,7 +14,9 @@ from tests.serve.test_server import Program, program
 
 needs_chromium = pytest.mark.skipif(not (CHROMIUM and CHROMEDRIVER), 
                                     reason="chromium and chromedriver are not installed")
-INFO = {"features": [{"feature": "mixed chunk", "asked": "on", "now": "on"}], "limits": {"chunk": 512}}
+INFO = {"features": [{"feature": "mixed chunk", "asked": "on", "now": "on", "why": "", "changed": False},
+                     {"feature": "max_model_len", "asked": "auto", "now": "512", "why": "fits", "changed": True}],
+        "limits": {"chunk": 512}}
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +27,19 @@ def window() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Program]:
-    with program({"block": 4, "step_seconds": 0.02, "server_info": INFO}) as made:
+    with program({"block": 4, "miss_every": 3, "step_seconds": 0.02, "server_info": INFO}) as made:
         made.until("/readyz", 200)
         yield made
+# How many pixels of each chart have the colour of a series: a grid and its numbers alone have none.
+SHOWN = """Object.fromEntries([...document.querySelectorAll('figure')].map(f => {
+  const style = getComputedStyle(document.documentElement);
+  const series = [0, 1, 2, 3].map(i => parseInt(style.getPropertyValue(`--c${i}`).trim().slice(1), 16))
+    .map(c => [c >> 16, (c >> 8) & 255, c & 255]);
+  const c = f.querySelector('canvas'), data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+  let found = 0;
+  for (let i = 0; i < data.length; i += 4)
+    found += data[i + 3] > 150 && series.some(s => s.every((v, k) => Math.abs(v - data[i + k]) < 4));
+  return [f.dataset.title, found]; }))"""
 
 
 def ask(window: Browser, text: str) -> None:
@@ -64,13 +76,18 @@ def test_chat_streams_and_colours_tokens(window: Browser, server: Program):
     for text in ("plain words, quickly", "삼겹살 🙂 with <b>&amp; marks"):
         ask(window, f"say:{text}")
         assert answer(window) == text
-    accepted, own, joined = window.run(
+    accepted, own, corrected, joined = window.run(
         "const first = document.querySelector('.message.assistant');"
-        "return ['accepted', 'own', 'joined'].map(kind => first.querySelectorAll('.' + kind).length)")
-    assert accepted + own + joined == len("plain words, quickly")  # joined: of chunks that hold several steps
-    assert accepted + joined >= 2 * own and accepted  # of each step's four tokens, three are drafts
+        "return ['accepted', 'own', 'corrected', 'joined'].map(kind => first.querySelectorAll('.' + kind).length)")
+    assert accepted + own + corrected + joined == len("plain words, quickly")  # joined: chunks of several steps
+    assert accepted and accepted + joined >= 2 * own  # of a step's four tokens three are drafts, of every third one is
+    assert corrected or joined  # what stands in the place of a rejected draft
+    colours = window.run("return ['own', 'accepted', 'corrected', 'joined'].map(kind => getComputedStyle("
+                         "document.querySelector(`.legend .${kind}`)).backgroundColor)")
+    assert len(set(colours)) == 4
     about = window.text(".message.assistant .about")
-    assert "drafts accepted" in about and "stop" in about and "first after" in about
+    assert "drafts accepted" in about and "rejected" in about and "stop" in about and "first after" in about
+    assert "a second" in about
     keep(window, "chat")
     assert window.complaints() == []
 
@@ -104,14 +121,21 @@ def test_charts_move_and_the_configuration_is_shown(window: Browser, server: Pro
                "document.querySelector('#ask').requestSubmit()")
     label = "[data-title='Tokens a second'] .now"
     window.until(f"return parseFloat(document.querySelector(`{label}`).innerText.replace(/[^0-9.]/g, '')) > 0")
-    window.until("return document.querySelector(`[data-title='Drafts'] .now`).innerText.includes('100 %')")
-    drawn = window.run("const c = document.querySelector(`[data-title='Tokens a second'] canvas`);"
-                       "return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(x => x)")
-    assert drawn
+    window.until("return document.querySelector(`[data-title='Drafts'] .now`).innerText.includes(' %')")
+    window.until(f"return Object.keys({SHOWN}).every(title => {SHOWN}[title] >= 12)", 30)
+    shown = window.run(f"return {SHOWN}")
+    assert set(shown) == {"Tokens a second", "Tokens a step, by kind", "Requests", "KV cache in use", "Drafts",
+                          "Time to first token", "Between tokens", "Accepted by place in the draft"}
+    verify = window.text("[data-title='Tokens a step, by kind'] .now")
+    assert all(kind in verify for kind in ("prefill", "decode", "verify")) and "verify 0" not in verify
+    server.http.post("/v1/sessions", json={"session_id": "a-session"})
+    window.until("return document.querySelector('#sessions').innerText.includes('a-session')")
+    assert "in the cache" in window.text("#sessions") and "idle" in window.text("#sessions")
     keep(window, "live")
     window.click("[data-view=config]")
     window.until("return document.querySelector('#settings').innerText.includes('mixed chunk')")
     assert "max_model_len" in window.text("#settings")
+    assert "auto" in window.text("tr.changed") and "fits" in window.text("tr.changed")
     keep(window, "config")
 
 

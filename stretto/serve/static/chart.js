@@ -1,6 +1,7 @@
 // Small charts on a canvas: lines or stacked areas over the last minutes, and bars.
 
 const KEEP = 150; // points
+const LEAST = 30; // points that a chart has room for from the beginning
 
 function colour(i) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--c${i % 4}`).trim();
@@ -72,7 +73,8 @@ export class Chart {
   }
 
   #curves(pen, width, height, high) {
-    const x = (i) => width * (i + KEEP - this.points.length) / (KEEP - 1);
+    const room = Math.max(LEAST, this.points.length);
+    const x = (i) => width * (i + room - this.points.length) / (room - 1);
     const y = (value) => height - 4 - Math.min(1, value / high) * (height - 18);
     let floor = this.points.map(() => 0);
     this.series.forEach((_, s) => {
@@ -95,10 +97,17 @@ export class Chart {
         pen.fill();
         pen.globalAlpha = 1;
       } else {
-        pen.strokeStyle = colour(s);
-        pen.lineWidth = 1.6;
+        pen.strokeStyle = pen.fillStyle = colour(s);
+        pen.lineWidth = 1.8;
+        pen.lineJoin = "round";
         pen.stroke();
         pen.lineWidth = 1;
+        const last = heights.findLastIndex((value) => value !== null && value !== undefined);
+        if (last >= 0) { // also a single point is seen
+          pen.beginPath();
+          pen.arc(x(last) - 2, y(heights[last]), 2.4, 0, 7);
+          pen.fill();
+        }
       }
     });
   }

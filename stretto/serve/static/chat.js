@@ -102,11 +102,15 @@ function append(body, [text, kind, title]) {
   body.append(span);
 }
 
+function perSecond(tokens, all) {
+  return all > 0 ? (1000 * tokens / all).toFixed(0) : "-";
+}
+
 function summary(usage, first, all, reason) {
   if (!usage) return "";
   const drafts = usage.speculation;
   const parts = [`${usage.prompt_tokens} prompt tokens (${usage.prompt_tokens_details.cached_tokens} cached)`,
-    `${usage.completion_tokens} tokens in ${(all / 1000).toFixed(2)} s`, `first after ${Math.max(0, first / 1000).toFixed(2)} s`];
+    `${usage.completion_tokens} tokens in ${(all / 1000).toFixed(2)} s (${perSecond(usage.completion_tokens, all)} a second)`, `first after ${Math.max(0, first / 1000).toFixed(2)} s`];
   if (drafts?.drafted_tokens) {
     parts.push(`${drafts.accepted_tokens} of ${drafts.drafted_tokens} drafts accepted, ${
       drafts.drafted_tokens - drafts.accepted_tokens} rejected`);

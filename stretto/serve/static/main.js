@@ -43,17 +43,23 @@ async function loadInfo() {
 
 // ---------------------------------------------------------------------------------------------------- configuration
 function sections(value) {
-  const plain = {}, out = [];
+  const plain = {}, lists = [], objects = [];
   for (const [name, inner] of Object.entries(value)) {
     if (inner !== null && typeof inner === "object" && Object.keys(inner).length && !scalars(inner)) {
-      const title = document.createElement("h2");
-      title.textContent = name;
-      out.push(title, Array.isArray(inner) ? rows(inner) : fields(inner));
+      if (Array.isArray(inner)) lists.push(card(name, rows(inner), "wide"));
+      else objects.push(card(name, fields(inner)));
     } else plain[name] = inner;
   }
+  return [...lists, card("server", fields(plain)), ...objects];
+}
+
+function card(name, table, kind = "") {
+  const one = document.createElement("section");
+  one.className = `card ${kind}`;
   const title = document.createElement("h2");
-  title.textContent = "server";
-  return [title, fields(plain), ...out];
+  title.textContent = name;
+  one.append(title, table);
+  return one;
 }
 
 function scalars(list) {
@@ -81,9 +87,13 @@ function fields(value) {
 
 function rows(list) {
   const table = document.createElement("table");
-  const names = [...new Set(list.flatMap((item) => Object.keys(item)))];
+  const names = [...new Set(list.flatMap((item) => Object.keys(item)))].filter((name) => name !== "changed");
   table.append(line(names.map((name) => cell("th", name))));
-  table.append(...list.map((item) => line(names.map((name) => cell("td", item[name])))));
+  for (const item of list) {
+    const row = line(names.map((name) => cell("td", item[name])));
+    if (item.changed) row.className = "changed"; // a feature that was fitted to the machine
+    table.append(row);
+  }
   return table;
 }
 
@@ -92,7 +102,7 @@ const milliseconds = (value) => (value === null ? null : value * 1000);
 const charts = [
   [new Chart($("charts"), "Tokens a second", ["generated", "prompt"]), (now, old) => [
     rate(now, old, "stretto_generated_tokens_total"), rate(now, old, "stretto_prompt_tokens_total")]],
-  [new Chart($("charts"), "A step", KINDS, { kind: "area" }), (now, old) => {
+  [new Chart($("charts"), "Tokens a step, by kind", KINDS, { kind: "area" }), (now, old) => {
     const steps = delta(now, old, "stretto_steps_total");
     return KINDS.map((kind) => (steps ? delta(now, old, "stretto_step_tokens_total", "kind", kind) / steps : 0));
   }],
@@ -130,7 +140,11 @@ async function poll() {
 async function listSessions() {
   const answer = await call("v1/sessions").catch(() => null); // a server without them
   const list = answer ? (await answer.json()).data || [] : [];
-  if (list.length) $("sessions").replaceChildren(...rows(list).children);
+  const shown = list.map((one) => ({
+    session: one.id, state: one.state, "tokens of its history": one.tokens, "in the cache": one.cached_tokens, turns: one.turns,
+    waiting: one.waiting, "last turn": one.last_turn, "idle for": `${one.idle_seconds.toFixed(0)} s`,
+  }));
+  if (shown.length) $("sessions").replaceChildren(...rows(shown).children);
   else $("sessions").replaceChildren(line([cell("td", "none is open")]));
 }
 
