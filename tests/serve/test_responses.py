@@ -125,7 +125,7 @@ async def test_refusals_name_this_apis_fields(api: Api, fields: dict, param: str
 
 async def test_a_failure_before_the_first_word_is_an_http_error(api: Api):
     answer = await respond(api, "fault:boom", stream=True)
-    assert answer.status_code == 500 and "boom" in answer.json()["error"]["message"]
+    assert answer.status_code == 503 and "boom" in answer.json()["error"]["message"]
 
 
 async def test_a_stream_that_breaks_says_failed():
