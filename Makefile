@@ -2,6 +2,7 @@
 #
 #   make serve       serve the default model on 127.0.0.1:8000   (MODEL=..., HOST=..., PORT=..., ARGS="--flag value")
 #   make test        the quick suite, under 15 minutes on two cores
+#   make test-gpu    on a machine with CUDA: kernels, graphs, and whole engines on the device, under 8 minutes
 #   make test-all    the quick suite, then the whole products (tests marked `full`)
 #   make check       everything a change must pass: linters, types, the quick suite
 #   make docs        write docs/matrix.md and the tables in other pages from what tests prove and components declare
@@ -27,7 +28,7 @@ STAMP := $(VENV)/.stretto-setup
 PIP_INSTALL = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install $$([ -t 1 ] || echo --quiet)
 RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
-.PHONY: help setup serve test test-all check lint docs format clean
+.PHONY: help setup serve test test-all test-gpu check lint docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -68,6 +69,12 @@ test-all: $(STAMP)
 
 check: lint
 	$(RUN_TESTS)
+
+# Engines of these tests run on the device; the rest of the suite has nothing of a GPU in it.
+test-gpu: $(STAMP)
+	STRETTO_TEST_DEVICE=cuda OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q -n 8 tests/gpu tests/attn tests/ops \
+	  tests/model/test_cuda.py tests/spec/test_cuda.py tests/engine/test_oracle.py tests/engine/test_behaviour.py \
+	  tests/engine/test_cases.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
