@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from stretto.ops.launch import overlaps, shared_memory
 from stretto.ops.layer import gate, rms_norm
-from stretto.ops.skinny import few_rows_blocks, fits, one_row_blocks
+from stretto.ops.skinny import blocks_for, fits
 
 if TYPE_CHECKING:
     from stretto.ops.triton_skinny import Blocks
@@ -81,7 +81,7 @@ class CudaMatrix(PlainMatrix):
         if blocks is None:
             y = self(rms_norm(x, norm, eps))
             return y if act is None else gate(y, act)
-        if x.shape[0] == 1:
+        if self._alone(blocks):
             return self._launch(x, blocks, self._empty(x, outputs), norm, eps, gated)
         return self._launch(rms_norm(x, norm, eps), blocks, self._empty(x, outputs), gated=gated)
 
@@ -103,19 +103,21 @@ class CudaMatrix(PlainMatrix):
 
     def _blocks(self, x: torch.Tensor, outputs: int, gated: bool) -> Blocks | None:
         """Of our kernel for so many rows; None where there is none, or torch's product is as fast."""
-        rows, inputs = x.shape
-        if rows == 0 or x.stride(1) != 1:
-            return None
-        if rows == 1:
-            return one_row_blocks(outputs, inputs, gated)
-        return few_rows_blocks(rows, outputs, inputs, gated, self._shared)
+        return blocks_for(x.shape[0], outputs, x.shape[1], gated, self._shared) if x.stride(1) == 1 else None
+
+    @staticmethod
+    def _alone(blocks: Blocks) -> bool:
+        """Whether this is the kernel for a single row, which can norm it on the way."""
+        from stretto.ops.triton_skinny import OneRow
+
+        return isinstance(blocks, OneRow)
 
     def _launch(self, x: torch.Tensor, blocks: Blocks, out: torch.Tensor, norm: torch.Tensor | None = None,
                 eps: float = 0.0, gated: bool = False, add: bool = False) -> torch.Tensor:
-        """Only a single row can be normed on the way. Returns `out`."""
+        """Only a row alone can be normed. Returns `out`."""
         from stretto.ops.triton_skinny import launch_few_rows, launch_one_row
 
-        if x.shape[0] == 1:
+        if self._alone(blocks):
             launch_one_row(x, self._weight, out, blocks, self._pdl, norm, eps, self._bias, gated, add)
         else:
             launch_few_rows(x, self._weight, out, blocks, self._pdl, self._arrivals, self._bias, gated, add)
@@ -144,6 +146,59 @@ class PackedMatrix:
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+
+class FixedMatrix:
+    """A multiplication on CPUs in which a row's result depends on that row alone, bit for bit: always so many rows at a
+    time. That a row's place among them does not matter is tried out when the matrix is made; if it did, rows would be
+    multiplied one by one."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
+        self._inner = PackedMatrix(weight, bias) if _packable(weight) else PlainMatrix(weight, bias)
+        self._outputs, self.rows = weight.shape[0], _ROWS
+        x = torch.randn(_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        turned = x.roll(1, 0)
+        turned[0] = 0
+        same = torch.equal(self._inner(x)[:-1], self._inner(turned)[1:])
+        alike = self._inner(x[:1].expand(_ROWS, -1).contiguous())
+        if not (same and bool((alike == alike[0]).all())):
+            self.rows = 1
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        count = len(x)
+        if not count:
+            return x.new_zeros(0, self._outputs)
+        padded = F.pad(x, (0, 0, 0, -count % self.rows))
+        return torch.cat([self._inner(tile) for tile in padded.split(self.rows)])[:count]
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return residual.add_(self(x))
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).float()
+
+
+class FixedCudaMatrix(PlainMatrix):
+    """The same on GPUs: one kernel with one order of summing, whatever the rows."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._launch(x, x.dtype)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self._launch(x, torch.float32)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return residual.add_(self(x))
+
+    def _launch(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        from stretto.ops.triton_fixed import launch_fixed
+
+        return launch_fixed(x, self._weight, self._bias, dtype)
+
+
+def fixed_matrix(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Matrix:
+    """The form whose results do not depend on the batch."""
+    return FixedCudaMatrix(weight, bias) if weight.is_cuda else FixedMatrix(weight, bias)
 
 
 def best_matrix(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Matrix:

@@ -11,26 +11,37 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from stretto.ops.triton_skinny import Blocks
+    from stretto.ops.triton_skinny import Blocks, OneRow
 
 MOST_ROWS = 64  # above, the product is no longer bound by reading the weights alone, and cuBLAS is ahead
 HEAD = 32768  # outputs from which a matrix is as long as a vocabulary
+MOST_INPUTS = 8192  # of the kernel for one row
 SMALL = 8 << 20  # elements below which a matrix is read in a few microseconds
 
 
-def one_row_blocks(outputs: int, inputs: int, gated: bool) -> Blocks | None:
-    """None where torch's product is as fast, or the sizes do not fit the kernel's blocks."""
-    from stretto.ops.triton_skinny import Blocks
-
-    if outputs >= HEAD and inputs < 2048:
+def blocks_for(rows: int, outputs: int, inputs: int, gated: bool, shared: int) -> Blocks | None:
+    """The launch for so many rows; None where torch's product is as fast, the sizes do not fit a kernel's blocks, or
+    the blocks do not fit the `shared` bytes of memory that a program may have."""
+    if rows == 0:
         return None
-    small = outputs * inputs * (1 + gated) <= SMALL
+    alone = one_row_blocks(outputs, inputs, gated) if rows == 1 else None
+    return alone or few_rows_blocks(rows, outputs, inputs, gated, shared)
+
+
+def one_row_blocks(outputs: int, inputs: int, gated: bool) -> OneRow | None:
+    """None where the kernel for few rows is as fast, or the sizes do not fit. Each program reads all inputs for a few
+    outputs: where they are many, that is as much as a part of the weights."""
+    from stretto.ops.triton_skinny import OneRow
+
+    if (outputs >= HEAD and inputs < 2048) or inputs > MOST_INPUTS:
+        return None
     if gated:
-        wanted = [Blocks(4, 1024, 2 if small else 4, 4, ahead=64)]
+        small = outputs * inputs * 2 <= SMALL
+        wanted = [OneRow(4, 1024, 2 if small else 4, 4, ahead=64)]
     else:
-        wanted = [Blocks(4, 2048, 1, 4, ahead=64),
-                  Blocks(8, 1024, 1, 4, ahead=64) if inputs == 1024 else Blocks(4, 1024, 4, 4, ahead=64)]
-    wanted += [Blocks(8, 512, 2, 4, ahead=64), Blocks(8, 256, 2, 4, ahead=64)]
+        wanted = [OneRow(4, 2048, 1, 4, ahead=64), OneRow(8, 1024, 1, 4, ahead=64) if inputs == 1024
+                  else OneRow(4, 1024, 4, 4, ahead=64)]
+    wanted += [OneRow(8, 512, 2, 4, ahead=64), OneRow(8, 256, 2, 4, ahead=64)]
     return next((b for b in wanted if outputs % b.outputs == 0 and inputs % b.columns == 0), None)
 
 

@@ -37,6 +37,11 @@ class Blocks:
         return min(self.ahead, max(32, self.outputs * self.ahead // (self.warps * 32)))
 
 
+@dataclass(frozen=True)
+class OneRow(Blocks):
+    """A launch of the kernel for a single row."""
+
+
 @triton.jit
 def _silu(x):
     return x / (1.0 + tl.exp(-x))

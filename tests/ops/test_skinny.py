@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from stretto.ops.launch import overlaps
-from stretto.ops.skinny import few_rows_blocks, one_row_blocks
-from stretto.ops.triton_skinny import Blocks, launch_few_rows, launch_one_row
+from stretto.ops.skinny import blocks_for
+from stretto.ops.triton_skinny import Blocks, OneRow, launch_few_rows, launch_one_row
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PDL = overlaps(DEVICE)
@@ -75,15 +75,16 @@ LAYERS = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), LAYERS)
 @pytest.mark.parametrize("rows", [1, 2, 16, 33, 64])
 def test_chosen_blocks_fit_the_sizes(outputs, inputs, gated, rows):
-    blocks = one_row_blocks(outputs, inputs, gated) if rows == 1 else few_rows_blocks(rows, outputs, inputs, gated,
-                                                                                     SHARED)
+    blocks = blocks_for(rows, outputs, inputs, gated, SHARED)
     if blocks is None:  # torch's product
-        assert inputs % 256 or outputs % 64 or (rows == 1 and inputs < 2048)
+        assert inputs % 256 or outputs % 64
         return
+    assert rows == 1 or not isinstance(blocks, OneRow)
     assert outputs % blocks.outputs == 0 and inputs % (blocks.columns * blocks.split) == 0
     assert blocks.ahead <= inputs and (not gated or blocks.split == 1)
 
 
 def test_rows_above_the_bound_and_small_devices_get_torchs_product():
-    assert few_rows_blocks(65, 4096, 4096, False, SHARED) is None
-    assert few_rows_blocks(64, 4096, 4096, False, 99 * 1024) is None
+    assert blocks_for(0, 4096, 4096, False, SHARED) is None
+    assert blocks_for(65, 4096, 4096, False, SHARED) is None
+    assert blocks_for(64, 4096, 4096, False, 99 * 1024) is None
