@@ -147,6 +147,24 @@ class SamplingSection:
 
 
 @dataclass(frozen=True)
+class LoraSection:
+    """LoRA adapters of the model."""
+
+    enable_lora: bool = False
+    """Keep room for LoRA adapters, which requests name as their model. On where --lora-modules names some."""
+    lora_modules: tuple[str, ...] = ()
+    """Adapters to load at the start, as NAME=FOLDER in PEFT's layout."""
+    max_loras: int = 4
+    """Adapters that can be loaded at once; requests of all of them share steps."""
+    max_lora_rank: int = 16
+    """Largest rank of an adapter."""
+
+    @property
+    def on(self) -> bool:
+        return self.enable_lora or bool(self.lora_modules)
+
+
+@dataclass(frozen=True)
 class ParallelSection:
     """Several devices."""
 
@@ -180,6 +198,8 @@ class ServeSection:
     """Sampling defaults from the model's generation_config.json (auto) or OpenAI's (none)."""
     strict_requests: bool = False
     """Refuse requests with unknown fields instead of naming them in a response header."""
+    request_timeout: float | None = None
+    """Most seconds that a call may take, from its arrival to its end. Default: as long as it takes."""
     drain_timeout: float = 30.0
     """Seconds that running requests get to finish when the server is told to stop."""
     stall_timeout: float = 25.0
@@ -209,6 +229,7 @@ class Config:
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     speculation: SpeculationSection = field(default_factory=SpeculationSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     serve: ServeSection = field(default_factory=ServeSection)
 
@@ -271,6 +292,7 @@ class Facts:
     devices: tuple[DeviceFacts, ...]
     model: ModelFacts
     drafter: DrafterFacts | None = None
+    adapter_values: int = 0  # numbers that the room for LoRA adapters holds
 
 
 # --------------------------------------------------------------------------------------------------------- what follows
@@ -291,13 +313,14 @@ class MemoryPlan:
 
     weights: int
     draft_weights: int
+    adapters: int
     step_buffers: int
     slot_table: int
     kv: int
 
     @property
     def budget(self) -> int:
-        return self.weights + self.draft_weights + self.step_buffers + self.slot_table + self.kv
+        return self.weights + self.draft_weights + self.adapters + self.step_buffers + self.slot_table + self.kv
 
 
 @dataclass(frozen=True)
@@ -351,6 +374,8 @@ def _ranges(config: Config) -> Iterator[Refusal]:
               "--kv-memory": kv.kv_memory, "--kv-tokens": kv.kv_tokens, "--max-num-seqs": schedule.max_num_seqs,
               "--max-num-batched-tokens": schedule.max_num_batched_tokens, "--chunk-size": schedule.chunk_size,
               "--tensor-parallel-size": config.parallel.tensor_parallel_size}
+    if config.lora.on:
+        counts |= {"--max-loras": config.lora.max_loras, "--max-lora-rank": config.lora.max_lora_rank}
     sessions = {"--max-sessions": schedule.max_sessions, "--session-ttl": schedule.session_ttl,
                 "--session-queue": schedule.session_queue}
     for flag, number in sessions.items():
@@ -364,6 +389,10 @@ def _ranges(config: Config) -> Iterator[Refusal]:
     if config.kv.kv_host_bytes is not None and config.kv.kv_host_bytes < 0:
         yield Refusal(f"--kv-host-bytes {config.kv.kv_host_bytes}", "any start", "it must be 0 or more",
                       "leave it out, or give a size")
+    for module in config.lora.lora_modules:
+        if not all(module.partition("=")):
+            yield Refusal(f"--lora-modules {module}", "any adapter", "it is not NAME=FOLDER",
+                          "write it as --lora-modules NAME=FOLDER")
     if config.model.max_model_len == 1:
         yield Refusal("--max-model-len 1", "any request", "a prompt and an answer need 2 tokens", "set 2 or more")
     if kv.gpu_memory_utilization is not None and not 0 < kv.gpu_memory_utilization <= 1:
@@ -381,6 +410,9 @@ def _ranges(config: Config) -> Iterator[Refusal]:
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         yield Refusal(f"--otlp-traces-endpoint {endpoint}", "OTLP over HTTP", "it is no http or https URL",
                       "give the whole one, such as http://localhost:4318/v1/traces")
+    if serve.request_timeout is not None and not serve.request_timeout > 0:
+        yield Refusal(f"--request-timeout {serve.request_timeout:g}", "any request", "it must be above 0",
+                      "leave it out")
     for name, lowest in (("stall_timeout", 1), ("engine_restarts", 0), ("max_live_requests", 1),
                          ("max_body_bytes", 1024)):
         if getattr(serve, name) < lowest:
@@ -606,7 +638,8 @@ class _Resolution:
                 page_size: int) -> MemoryPlan:
         seqs, budget = step
         draft = self.drafter.parameters * ITEM_BYTES[dtype] if self.drafter else 0
-        plan = MemoryPlan(self._weights(dtype), draft, self._step_buffers(dtype, seqs, budget, width),
+        adapters = self.facts.adapter_values * ITEM_BYTES[dtype]
+        plan = MemoryPlan(self._weights(dtype), draft, adapters, self._step_buffers(dtype, seqs, budget, width),
                           self._slot_table(seqs, context, page_size, width), kv=0)
         kv, why = self._kv_bytes(device, dtype, plan.budget)
         asked = self.config.kv
@@ -782,6 +815,7 @@ class _Resolution:
         fixed = self.config.model.deterministic
         self._note("deterministic", fixed, fixed,
                    "one order of summing for every row, at a cost in speed" if fixed else "")
+        self._lora()
         self._note("cap policy", schedule.cap_policy, schedule.cap_policy)
         self._note("prefix caching", kv.prefix_caching, prefix)
         self._graphs(schedule.enforce_eager, device)
@@ -791,6 +825,15 @@ class _Resolution:
         for name in ("slo_itl_ms", "max_sessions", "session_ttl", "session_queue"):
             self._note(name, getattr(schedule, name), getattr(schedule, name))
         return mixed, overlap, prefix
+
+
+    def _lora(self) -> None:
+        lora = self.config.lora
+        room = f"{lora.max_loras} adapters of rank {lora.max_lora_rank}"
+        self._note("LoRA adapters", lora.on, f"room for {room}" if lora.on else "off")
+        if lora.on and self.config.model.deterministic:
+            self._refuse("--enable-lora", "--deterministic", "how an adapter's products round depends on the batch",
+                         "merge the adapter into the model, or leave one of them out")
 
 
 def _listed(values: tuple[tuple[str, float], ...]) -> str:

@@ -155,8 +155,8 @@ class _Call:
         """Through the gate of completions: the same limits, prompts and refusals."""
         service, body = self._service, self.body
         fields = {"prompt": given, "max_tokens": 0, "request_id": body.request_id, "cache_salt": body.cache_salt,
-                  "priority": body.priority, "truncate_prompt_tokens": body.truncate_prompt_tokens,
-                  "add_special_tokens": body.add_special_tokens}
+                  "priority": body.priority, "timeout": body.timeout,
+                  "truncate_prompt_tokens": body.truncate_prompt_tokens, "add_special_tokens": body.add_special_tokens}
         try:
             completion = CompletionRequest.model_validate({k: v for k, v in fields.items() if v is not None})
         except ValidationError as e:

@@ -24,9 +24,10 @@ from stretto.protocol import ENGINE_DEAD, EngineDead, EngineRestarting, RequestE
 
 SHOWN = 200  # most characters of a client's own words that an error repeats
 CLIENT_CLOSED = 499  # not a registered status; the de-facto one for a request that its client or an operator withdrew
-TYPES = {401: "authentication_error", 403: "permission_error", 409: "conflict_error", 429: "rate_limit_error",
-         500: "server_error", 503: "overloaded_error"}
+TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error", 409: "conflict_error",
+         429: "rate_limit_error", 500: "server_error", 503: "overloaded_error"}
 ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+                   408: "timeout_error",
                    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 
 log = logging.getLogger(__name__)

@@ -182,7 +182,7 @@ class ServerMetrics(Collector):
             yield family
         family = CounterMetricFamily("stretto_request_aborts", "Requests withdrawn, by cause",
                                      labels=[*self._labels, "cause"])
-        for cause in ("client_disconnected", "abort_request"):
+        for cause in ("client_disconnected", "abort_request", "request_timeout"):
             family.add_metric([*self._labels.values(), cause], self.aborts[cause])
         yield family
         family = CounterMetricFamily("stretto_http_responses", "HTTP answers, by route and status",
@@ -203,6 +203,12 @@ class ServerMetrics(Collector):
             "max_model_len": str(info.max_model_len), "max_num_seqs": str(info.max_num_seqs),
             "kv_tokens": str(info.kv_tokens), "speculation_tokens": str(info.speculation_tokens)})
         yield own
+        features = GaugeMetricFamily("stretto_feature_info", "What runs of every feature, as asked and as it is now",
+                                     labels=[*self._labels, "feature", "asked", "now", "why"])
+        for one in info.server_info.get("features", ()):
+            told = (str(one.get(part, "")) for part in ("feature", "asked", "now", "why"))
+            features.add_metric([*self._labels.values(), *told], 1)
+        yield features
 
 
 def _kv_usage(gauges: Mapping[str, float]) -> dict[str, float]:

@@ -85,6 +85,16 @@ TextOrObject = Annotated[Any, BeforeValidator(_text_or_object),
                          WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})]
 
 
+def _above_zero(value: float) -> float:
+    if value <= 0:
+        raise ValueError(f"must be above 0; it is {value:g}")
+    return value
+
+
+Seconds = Annotated[float, BeforeValidator(lambda v: float(v) if type(v) is int else v), AfterValidator(_above_zero),
+                    WithJsonSchema({"type": "number", "exclusiveMinimum": 0})]
+
+
 class Body(BaseModel):
     """Unknown fields are kept in model_extra."""
 
@@ -169,6 +179,8 @@ class GenerationBody(Body):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     request_id: str | None = None
+    timeout: Annotated[Seconds | None, Field(description="seconds that the call may take; the server may allow less")
+                       ] = None
     speculation: Speculation | None = None
     session_id: str | None = None
     session: SessionOptions | None = None
@@ -260,6 +272,7 @@ class EmbeddingBody(Body):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     request_id: str | None = None
+    timeout: Seconds | None = None
     user: Any = None
 
 
@@ -414,16 +427,6 @@ class TraceBody(Body):
     """POST /start_profile"""
 
     num_steps: Annotated[Integer, Field(ge=1)] | None = None
-
-
-def _above_zero(value: float) -> float:
-    if value <= 0:
-        raise ValueError(f"must be above 0; it is {value:g}")
-    return value
-
-
-Seconds = Annotated[float, BeforeValidator(lambda v: float(v) if type(v) is int else v), AfterValidator(_above_zero),
-                    WithJsonSchema({"type": "number", "exclusiveMinimum": 0})]
 
 
 class SessionBody(Body):

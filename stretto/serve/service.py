@@ -48,6 +48,7 @@ from stretto.serve.tracing import Tracing
 from stretto.text.grammar import GrammarError, check_grammar
 
 T = TypeVar("T")
+Outputs = AsyncGenerator[tuple[int, Output], None]
 MAX_ID_LENGTH = 256
 GRAMMAR_SECONDS = 10.0  # for the check of one grammar
 CHECKED = 1024  # grammars that need no second check
@@ -222,7 +223,7 @@ class Service:
         try:
             with self.registered(generation):
                 streams = [self.engine.generate(request) for request in generation.requests]
-                async with contextlib.aclosing(_merge(streams)) as merged:
+                async with contextlib.aclosing(self._in_time(generation, _merge(streams))) as merged:
                     async for index, output in merged:
                         clock.note(index, output)
                         _raise_failure(output)
@@ -240,6 +241,27 @@ class Service:
             clock.end()
             if self.tracing is not None:
                 self.tracing.record(generation, clock, None if clock.finished else failure)
+
+    def _in_time(self, generation: Generation, outputs: Outputs) -> Outputs:
+        """The outputs, until the call has taken the time that it may."""
+        limits = [one for one in (generation.body.timeout, self.settings.request_timeout) if one is not None]
+        return self._until(generation.requests[0].arrival, min(limits), outputs) if limits else outputs
+
+    async def _until(self, arrival: float, limit: float, outputs: Outputs) -> Outputs:
+        """Raises ApiError `limit` seconds after the arrival. What a slow reader takes counts, and is noticed when the
+        next output is asked for."""
+        async with contextlib.aclosing(outputs):
+            while True:
+                try:
+                    async with asyncio.timeout(arrival + limit - time.monotonic()):
+                        output = await anext(outputs)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    self.metrics.aborts["request_timeout"] += 1
+                    raise ApiError(408, f"the answer was not complete after {limit:g} s, which is all that this call"
+                                   " may take", param="timeout", code="request_timeout") from None
+                yield output
 
     async def abort(self, id: str) -> bool:
         """Withdraws a live call; its client gets an error. Returns once the engine has released it; its id is free."""

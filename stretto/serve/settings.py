@@ -27,6 +27,7 @@ class ServeSettings:
     max_stored_responses: int = 1000  # of /v1/responses, for previous_response_id
     max_stored_bytes: int = 256 * 2**20
     ping_interval: float = 15.0  # of the comments that keep a silent stream open
+    request_timeout: float | None = None  # most that a call may take, from arrival to end
     drain_timeout: float = 30.0  # how long a shutdown waits for requests in flight
     stall_timeout: float = 25.0  # an engine loop that neither speaks nor computes for so long counts as wedged
     start_timeout: float = 1800.0  # loading and warm-up

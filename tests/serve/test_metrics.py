@@ -136,6 +136,14 @@ def test_histogram_buckets_are_cumulative_and_include_their_bound():
     assert histogram.buckets() == [("1.0", 1.0), ("2.0", 3.0), ("+Inf", 6.0)] and histogram.sum == 31.0
 
 
+async def test_features_are_told():
+    report = {"features": [{"feature": "overlap", "asked": "auto", "now": "off", "why": 'said "no"', "changed": False}]}
+    async with make_api(CoreOptions(server_info=report)) as api:
+        text = (await api.http.get("/metrics")).text
+    (line,) = [line for line in text.splitlines() if line.startswith("stretto_feature_info{")]
+    assert 'asked="auto"' in line and 'now="off"' in line and r'why="said \"no\""' in line and line.endswith(" 1.0")
+
+
 async def test_probes_of_a_healthy_server(api: Api):
     for path in ("/health", "/readyz", "/ping", "/livez", "/startupz"):
         assert (await api.http.get(path)).json() == {"status": "ok"}
