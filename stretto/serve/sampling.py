@@ -80,7 +80,8 @@ def to_sampling(body: GenerationBody, defaults: Mapping[str, float | int]) -> Sa
     fields["prompt_logprobs"] = _prompt_logprobs(body)
     return SamplingParams(
         **fields, logit_processors=_processors(body), logprobs=asked_logprobs(body), logit_bias=_biases(body),
-        stop=tuple(body.stop or ()), stop_token_ids=tuple(body.stop_token_ids or ()), include_stop=bool(body.include_stop_str_in_output),
+        stop=tuple(body.stop or ()), stop_token_ids=tuple(body.stop_token_ids or ()),
+        include_stop=bool(body.include_stop_str_in_output),
         speculation=body.speculation.tokens if body.speculation is not None else None)
 
 
