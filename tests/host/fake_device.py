@@ -13,12 +13,15 @@ from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from stretto.wire import (
     HEADER,
     N_INT,
     NULL_PAGE,
     Goal,
     Int,
+    LateMask,
     Moved,
     PackedPlan,
     PageOp,
@@ -66,11 +69,16 @@ def draft_cell(tap: int, token: int) -> int:
     return mix(tap ^ DRAFT_SALT, token)
 
 
-def next_token(prefix_hash: int, seed: int, choice: int, masked: frozenset[int] = frozenset()) -> int:
-    """The target model, sampled: `masked` ids are not sampled."""
+EVERY = frozenset(range(VOCAB))
+
+
+def next_token(prefix_hash: int, seed: int, choice: int, masked: frozenset[int] = frozenset(),
+               allowed: frozenset[int] = EVERY) -> int:
+    """The target model, sampled: `masked` ids are not sampled, and only `allowed` ones are."""
     x = mix(mix(prefix_hash, 1000 + choice), seed & 0xFFFF)
     token = EOS if x % 37 == 0 else (x >> 8) % VOCAB
-    while token in masked:
+    need(allowed - masked, "a mask that allows nothing")
+    while token in masked or token not in allowed:
         token = (token + 1) % VOCAB
     return token
 
@@ -138,6 +146,8 @@ class FakeDevice:
         self.host: list[dict[int, HostPage]] = [{} for _ in world.windows]
         self.copies: deque[tuple[int, list[list[int]]]] = deque()  # page operations of plans that are not yet done
         self.count: Counter[str] = Counter()
+        self._mask: LateMask | None = None  # of the step that runs
+        self._row = 0
 
     def _empty(self) -> Slot:
         slot = Slot(tables=[{} for _ in self.world.windows])
@@ -145,8 +155,10 @@ class FakeDevice:
         return slot
 
     # ------------------------------------------------------------------------------------------------------ a step
-    def run(self, plan: StepPlan) -> StepResult:
-        packed = pack_plan(plan)
+    def run(self, plan: StepPlan, mask: LateMask | None = None) -> StepResult:
+        need(plan.late_mask == (mask is not None), "a plan and its mask do not come together")
+        need(mask is None or mask.seq == plan.seq, "the mask of another plan")
+        packed, self._mask = pack_plan(plan), mask
         views = split_plan(packed[:HEADER], packed)
         if views.moves:
             self.copies.append((views.seq, views.page_ops.tolist()))
@@ -154,7 +166,9 @@ class FakeDevice:
         self.apply(views)
         slots = [row[0] for row in views.rows.tolist()]
         need(len(slots) == len(set(slots)), "two rows of one slot in a step")
-        rows = [self.step_row(*row) for row in views.rows.tolist()]
+        rows = []
+        for self._row, row in enumerate(views.rows.tolist()):
+            rows.append(self.step_row(*row))
         return StepResult(views.seq, rows, 1e-3 * len(rows), moved)
 
     def finish_copies(self, fence: int) -> list[Moved]:
@@ -321,6 +335,15 @@ class FakeDevice:
             for p in range(0 if window is None else max(0, base - window + 1), base + q):
                 need(self.kv[g].get(self.cell(slot, g, p, False)) == hashes[p + 1], f"foreign or stale KV (group {g})")
 
+    def allowed(self, place: int) -> frozenset[int]:
+        """What the step's mask allows its present row at a place of its window."""
+        if self._mask is None or place >= self._mask.index.shape[1]:
+            return EVERY
+        at = int(self._mask.index[self._row, place])
+        if at < 0:
+            return EVERY
+        return frozenset(np.flatnonzero(np.unpackbits(self._mask.bits[at].view(np.uint8), bitorder="little")).tolist())
+
     def _masked(self, slot: Slot, position: int) -> frozenset[int]:
         return slot.stops if position < slot[Int.FIRST_STOP] else frozenset()
 
@@ -328,13 +351,15 @@ class FakeDevice:
         new: list[int] = []
         x, known = hashes[slot[Int.KNOWN]] if n_out else 0, slot[Int.KNOWN]
         for i in range(n_out):
-            t = next_token(x, slot.seed, slot[Int.CHOICE], self._masked(slot, known + i))
+            allowed = self.allowed(i)
+            t = next_token(x, slot.seed, slot[Int.CHOICE], self._masked(slot, known + i), allowed)
             new.append(t)
             x = mix(x, t)
             if t in slot.stops or i == n_out - 1:
                 break
             if slot.log[known + i] != t:
-                need(self.world.accept < 1.0, "a perfect proposal was refused (offered at a wrong position)")
+                need(self.world.accept < 1.0 or allowed != EVERY,
+                     "a perfect proposal was refused (offered at a wrong position)")
                 break
         self.count["accepted"] += max(0, len(new) - 1)
         return new

@@ -10,16 +10,21 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
+from functools import cache
 
+import numpy as np
+
+from stretto.host.grammar import Grammars
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
 from stretto.host.rates import Rates
 from stretto.host.share import share_budget
-from stretto.params import SamplingParams
+from stretto.params import Grammar, SamplingParams
 from stretto.protocol import Output, Request, RequestError, TokenLogprob
+from stretto.text.grammar import vocabulary
 from stretto.text.stream import TextDelta
-from stretto.wire import StepResult
-from tests.host.fake_device import EOS, VOCAB, DeviceWorld, FakeDevice, mix, next_token, prefix_hashes, score
+from stretto.wire import LateMask, StepPlan, StepResult
+from tests.host.fake_device import EOS, EVERY, VOCAB, DeviceWorld, FakeDevice, mix, next_token, prefix_hashes, score
 
 HOST_STOP = 11  # the id whose text is half a stop string, see `piece`
 DRAFTERS = ("none", "ngram", "eagle", "host")
@@ -66,6 +71,47 @@ class PieceStream:
         return TextDelta(out, stop, kept)
 
 
+# -------------------------------------------------------------------------------------------------------- grammars
+GRAMMARS = [Grammar("regex", source) for source in (
+    "[0-9A-F]{3,12}", "(AB|CD|EF){2,9}", "A[0-5]*B", "(0[A-C]1[D-F]2){1,4}", "HELLO[A-Z]{0,6}WORLD", "[A-Z]{9,30}",
+    "(00|11|22)+", "(A|AA|AAA)B")] + [Grammar("choice", '["YES", "YESSIR", "NO"]')]
+
+
+class Characters:
+    """A tokenizer: ids are characters of A-Z, 0-9 and more; the last ten ids are a digit twice."""
+
+    bos_token_id, special_ids = None, frozenset({EOS})
+    texts = [*"0123456", "", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ789abc", *(2 * digit for digit in "0123456789")]  # noqa: RUF012
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id == EOS else self.texts[token_id].encode()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [self.texts.index(char) for char in text]
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(lambda: vocabulary(Characters(), VOCAB, [EOS]), VOCAB)
+
+
+class Guide:
+    """One answer's place in its grammar, without an engine."""
+
+    def __init__(self, grammar: Grammar, ends: set[int]):
+        self._matcher, self._ends = grammars().state(grammar).compiled.result(timeout=30).deep_copy(), ends
+
+    def allowed(self, withheld: bool) -> frozenset[int]:
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        ids = frozenset(np.flatnonzero(bits).tolist())
+        return ids - self._ends or ids if withheld else ids
+
+    def take(self, token: int) -> bool:
+        """Whether the grammar has ended with it."""
+        assert self._matcher.try_consume_tokens([token]) == 1
+        return self._matcher.is_stopped()
+
+
 # ---------------------------------------------------------------------------------------------------------- oracle
 @dataclass
 class Answer:
@@ -85,25 +131,28 @@ def oracle(prompt: list[int], request: Request, index: int, seed: int, limits: H
     limit = min(asked, limits.kv_tokens + 1)
     stop_ids = (set() if s.ignore_eos else set(limits.eos_token_ids)) | set(s.stop_token_ids)
     tokens, out, text, end, x = list(prompt), [], "", ("length", None), prefix_hashes(prompt)[-1]
+    guide = Guide(s.grammar, stop_ids | set(limits.eos_token_ids)) if s.grammar is not None else None
     if s.max_tokens != 0 and limit < asked:
         end = ("length", "kv_cache_full")
     logprobs = []
     while s.max_tokens != 0 and len(tokens) < limit:
-        masked = frozenset(stop_ids) if len(out) < s.min_tokens else frozenset()
-        t = next_token(x, seed, index, masked)
+        masked = frozenset(stop_ids) if len(out) < s.min_tokens and guide is None else frozenset()
+        t = next_token(x, seed, index, masked, EVERY if guide is None else guide.allowed(len(out) < s.min_tokens))
         if s.logprobs is not None:
             logprobs.append(scored(x, t, s.logprobs))
         tokens.append(t)
         out.append(t)
         x = mix(x, t)
-        by_id = t in stop_ids
+        complete = guide is not None and guide.take(t)
+        by_id = t in stop_ids or (complete and t in limits.eos_token_ids)
         text += piece(t) if not by_id or s.include_stop else ""
         hit = min(((text.index(w), w) for w in s.stop if w in text), default=None)
         if hit:  # also where it ends in the visible text of a stop id
             end, text = ("stop", hit[1]), text[: hit[0] + (len(hit[1]) if s.include_stop else 0)]
             break
-        if by_id:
-            end = ("stop", None if t in limits.eos_token_ids and not s.ignore_eos else t)
+        if by_id or complete:
+            unnamed = t not in stop_ids or (t in limits.eos_token_ids and not s.ignore_eos)
+            end = ("stop", None if unnamed else t)
             break
     prompt_logprobs = None
     if s.prompt_logprobs is not None and index == 0:
@@ -130,6 +179,7 @@ class World:
     session_share: float = 0.3
     score_share: float = 0.15
     fork_share: float = 0.2
+    grammar_share: float = 0.0
     long_share: float = 0.03  # requests that go on until the context, or the pool, is full
     max_new: int = 40
     most_waiting: int = 25
@@ -230,7 +280,7 @@ class Harness:
         if world.drafter == "host":
             limits = replaced(limits, drafter=self._propose)
         self.limits = limits
-        self.half = HostHalf(limits, PieceStream)
+        self.half = HostHalf(limits, PieceStream, grammars())
         if world.random_caps:
             self.half.planner._caps = self._random_caps  # type: ignore[method-assign]
         if world.eager:
@@ -278,6 +328,8 @@ class Harness:
             speculation=rng.choice([None, None, None, 0, 1]))
         if not scored and fields["max_tokens"] and rng.random() < 0.2:
             fields["min_tokens"] = rng.randint(0, fields["max_tokens"])
+        if not scored and world.grammar_share and rng.random() < world.grammar_share:
+            fields["grammar"] = rng.choice(GRAMMARS)
         if not scored and rng.random() < world.fork_share:
             fields["n"] = rng.choice([2, 3])
         if rng.random() < world.long_share:
@@ -387,21 +439,33 @@ class Harness:
     # -- steps
     def step(self) -> bool:
         """One turn of the engine's loop. False if nothing happened."""
+        for turn in self.half._intake.compiling:
+            assert turn.grammar is not None
+            turn.grammar.compiled.result(timeout=30)
         plan = self.half.plan()
         self.receive(self.half.take_outputs())
+        processed = False
         if plan is not None:
             planned = sum(q for _, _, q in plan.rows)
             expect(planned <= self.limits.budget, "a step over its budget")
             self._check_mixing(plan)
+            mask = self._mask_of(plan) if plan.late_mask else None
             self._mark_published()
-            self.flight.append(self.device.run(plan))
-        processed = False
+            self.flight.append(self.device.run(plan, mask))
         while len(self.flight) > (self.limits.depth if plan is not None else 0):
             self.receive(self.half.process(self.flight.popleft()))
             processed = True
             if plan is None:
                 break
         return plan is not None or processed
+
+    def _mask_of(self, plan: StepPlan) -> LateMask:
+        """As the engine does: every earlier result is processed first."""
+        while self.flight:
+            self.receive(self.half.process(self.flight.popleft()))
+        mask = self.half.mask(plan)
+        self.receive(self.half.take_outputs())
+        return mask
 
     def _check_mixing(self, plan) -> None:
         counters = self.half.counters

@@ -9,11 +9,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from stretto.host import planner as planner_module
 from stretto.host import slots as slots_module
+from stretto.host.grammar import GrammarState
+from stretto.host.half import HostHalf
 from stretto.host.intake import Intake
 from stretto.host.ledger import Lease, Ledger
 from stretto.host.ops import Ops
@@ -25,8 +30,9 @@ from stretto.host.share import share_budget
 from stretto.host.slots import Slots
 from stretto.host.tier import HostTier
 from stretto.host.turn import Turn
+from stretto.text.masks import MaskMaker
 from stretto.wire import NEVER, Goal, Int, Moved, Seam
-from tests.host.fake_device import FakeDevice
+from tests.host.fake_device import EVERY, FakeDevice
 from tests.host.harness import Harness, World, make_world
 
 Patch = pytest.MonkeyPatch
@@ -37,6 +43,7 @@ WINDOW = dict(SPEC, windows=(None, 5), small_windows=False)
 TIGHT = dict(room=1.0, eager=True)
 LATE = dict(depth=2)
 TIER = dict(room=1.0, eager=True, host_room=4.0, page_size=4, prefix_cache=True, session_share=0.6)
+GRAMMAR = dict(SPEC, grammar_share=0.9, accept=0.95)
 SESSIONS = dict(session_share=1.0, most_waiting=4)
 
 
@@ -430,7 +437,100 @@ def homes_are_not_left(m: Patch) -> None:
     m.setattr(Ledger, "forget", lambda self, home: None)
 
 
+# -------------------------------------------------------------------------------------------- grammars and late masks
+def mask_one_step_stale(m: Patch) -> None:
+    """Made before the result of the step in flight has been processed."""
+    before: dict[int, LLMatcher] = {}
+
+    def ask(f, self, row, turn, drafts):
+        got = f(self, row, turn, drafts)
+        now = before.get(id(turn), got.matcher)
+        before[id(turn)] = got.matcher.deep_copy()
+        return replace(got, matcher=now)
+    wrapped(m, HostHalf, "_mask_ask", ask)
+
+
+def mask_of_the_next_row(m: Patch) -> None:
+    def make(f, self, seq, n_rows, asks):
+        mask, stuck = f(self, seq, n_rows, asks)
+        mask.index = np.roll(mask.index, 1, axis=0)
+        return mask, stuck
+    wrapped(m, MaskMaker, "make", make)
+
+
+def mask_of_the_wrong_turn(m: Patch) -> None:
+    """The masks of two rows are exchanged."""
+    def make(f, self, seq, n_rows, asks):
+        matchers = [ask.matcher for ask in asks]
+        return f(self, seq, n_rows, [replace(ask, matcher=matcher) for ask, matcher in zip(asks, matchers[::-1])])
+    wrapped(m, MaskMaker, "make", make)
+
+
+def drafts_without_masks(m: Patch) -> None:
+    """The window is not cut at a draft that the grammar refuses, and goes on behind it without a mask."""
+    wrapped(m, HostHalf, "_mask_ask", lambda f, self, row, turn, drafts: f(self, row, turn, []))
+
+
+def one_mask_for_the_window(m: Patch) -> None:
+    def make(f, self, seq, n_rows, asks):
+        mask, stuck = f(self, seq, n_rows, asks)
+        mask.index = np.where(mask.index >= 0, mask.index[:, :1], -1)
+        return mask, stuck
+    wrapped(m, MaskMaker, "make", make)
+
+
+def offered_drafts_of_an_earlier_step(m: Patch) -> None:
+    """What the device offers is noted once."""
+    original = GrammarState.__setattr__
+
+    def note(self, name, value):
+        if name != "offered" or not getattr(self, "offered", (-1, []))[1]:
+            original(self, name, value)
+    m.setattr(GrammarState, "__setattr__", note)
+
+
+def choices_share_a_place(m: Patch) -> None:
+    m.setattr(GrammarState, "another", lambda self: self)
+
+
+def retraction_starts_the_grammar_again(m: Patch) -> None:
+    def retract(f, self, turn):
+        f(self, turn)
+        turn.grammar = turn.grammar and turn.grammar.another()
+    wrapped(m, Planner, "_retract", retract)
+
+
+def grammar_takes_ids_twice(m: Patch) -> None:
+    wrapped(m, GrammarState, "take", lambda f, self, ids: f(self, [*ids, *ids[-1:]]))
+
+
+def ids_behind_the_grammars_end(m: Patch) -> None:
+    def take(f, self, ids):
+        f(self, ids)
+        return len(ids) if self.matcher.is_stopped() else None
+    wrapped(m, GrammarState, "take", take)
+
+
+def min_tokens_forgotten_by_a_grammar(m: Patch) -> None:
+    wrapped(m, HostHalf, "_mask_ask", lambda f, self, row, turn, drafts: replace(
+        f(self, row, turn, drafts), withheld=0))
+
+
+def forced_text_that_was_dropped(m: Patch) -> None:
+    """The host takes its proposal for what the row finds, where the device has refused it."""
+    def drafts(turn, plan):
+        return next((d.ids[len(turn.tokens) - d.at:] for d in plan.drafts if d.slot == turn.slot), [])
+    m.setattr(HostHalf, "_drafts", staticmethod(drafts))
+
+
 # --------------------------------------------------------------------------------- the device half's share of the laws
+class WindowsBeyondTheirMask(FakeDevice):
+    """Only the first place of a window is masked."""
+
+    def allowed(self, place):
+        return super().allowed(place) if place == 0 else EVERY
+
+
 class SeamNotRestored(FakeDevice):
     def restore(self, group, host_page, page):
         super().restore(group, host_page, page)
@@ -574,6 +674,19 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None] | type[FakeDevice], dict]] = {
     "seam_not_restored": (SeamNotRestored, TIER | EAGLE),
     "draft_cells_stay": (DraftCellsStay, TIER | EAGLE),
     "copies_in_any_order": (CopiesInAnyOrder, TIER),
+    "mask_one_step_stale": (mask_one_step_stale, GRAMMAR),
+    "mask_of_the_next_row": (mask_of_the_next_row, GRAMMAR),
+    "mask_of_the_wrong_turn": (mask_of_the_wrong_turn, GRAMMAR),
+    "drafts_without_masks": (drafts_without_masks, dict(GRAMMAR, drafter="ngram")),
+    "one_mask_for_the_window": (one_mask_for_the_window, dict(GRAMMAR, drafter="eagle")),
+    "offered_drafts_of_an_earlier_step": (offered_drafts_of_an_earlier_step, dict(GRAMMAR, drafter="eagle")),
+    "choices_share_a_place": (choices_share_a_place, dict(GRAMMAR, fork_share=0.6)),
+    "retraction_starts_the_grammar_again": (retraction_starts_the_grammar_again, dict(TIGHT, grammar_share=0.9)),
+    "grammar_takes_ids_twice": (grammar_takes_ids_twice, GRAMMAR),
+    "ids_behind_the_grammars_end": (ids_behind_the_grammars_end, dict(GRAMMAR, drafter="ngram", accept=1.0)),
+    "min_tokens_forgotten_by_a_grammar": (min_tokens_forgotten_by_a_grammar, GRAMMAR),
+    "forced_text_that_was_dropped": (forced_text_that_was_dropped, dict(GRAMMAR, drafter="eagle")),
+    "windows_beyond_their_mask": (WindowsBeyondTheirMask, dict(GRAMMAR, drafter="ngram")),
     "cap_ignored": (CapIgnored, dict(SPEC, accept=0.95, drafter="ngram", random_caps=True)),
 }
 

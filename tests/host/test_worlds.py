@@ -29,7 +29,8 @@ def worlds(draw) -> World:
         budget=draw(st.sampled_from([2, 8, 40, 128])), cap_policy=draw(st.sampled_from(CAP_POLICIES)),
         mixed=draw(st.booleans()), prefix_cache=draw(st.booleans()), random_caps=draw(st.booleans()),
         eager=draw(st.booleans()), host_room=draw(st.sampled_from([0, 0, 0.2, 1.0, 4.0])),
-        accept=draw(st.sampled_from([0.3, 0.95, 1.0])), most_waiting=8)
+        accept=draw(st.sampled_from([0.3, 0.95, 1.0])), most_waiting=8,
+        grammar_share=draw(st.sampled_from([0.0, 0.0, 0.5])))
 
 
 @settings(QUICK, max_examples=40)
@@ -45,7 +46,8 @@ def test_any_world_for_longer(world: World, seed: int):
     Harness(world, seed).run(100)
 
 
-MUST_HAPPEN = ("answers", "aborted", "mixed_steps", "tail_rows", "retractions", "stale_results", "host_stops", "forks",
+MUST_HAPPEN = ("masked_steps", "masked_positions", "grammar_ends", "forced_drafts",
+               "answers", "aborted", "mixed_steps", "tail_rows", "retractions", "stale_results", "host_stops", "forks",
                "forks_without_pages", "session_turns", "in_place_turns", "branches", "reclaimed", "drafted", "accepted",
                "late_kept", "late_dropped", "host_drafts", "cached_tokens", "pool_bound", "session_refusals",
                "host_saved_tokens", "host_restored_tokens", "host_declined_tokens", "host_forgotten_tokens", "fenced")
@@ -55,6 +57,7 @@ def test_what_is_to_be_tested_happens():
     total: Counter[str] = Counter()
     for seed in range(9):
         force = dict(session_share=1.0, most_waiting=4) if seed % 3 == 0 else dict(eager=seed % 3 == 1)
+        force |= dict(grammar_share=0.4 * (seed % 2))
         total += Harness(make_world(random.Random(seed), long_share=0.1, max_model_len=150, **force), seed).run(50)
     for seed in range(2):  # a pool smaller than the context
         total += Harness(make_world(random.Random(seed), page_size=4, room=0.5, long_share=0.5), seed).run(30)
