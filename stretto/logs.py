@@ -14,7 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-_BARE = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id"}
+# Of a record, what is no `extra`; the last is uvicorn's message once more, for terminals.
+_BARE = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id", "color_message"}
 
 
 class JsonLines(logging.Formatter):

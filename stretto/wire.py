@@ -54,6 +54,7 @@ class Int(IntEnum):
     LOGPROBS = 15  # -1: none; n: the log-probability of each emitted token and of the n best alternatives
     SCORE_FROM = 16  # prompt log-probabilities from the logits of this position on; NEVER: none
     SEAM = 17  # how the seam of the row is found at seating: a Seam value, or the number of a page (>= 1)
+    ADAPTER = 18  # number of the adapter whose changes the row's tokens meet; 0: none
 
 
 class Real(IntEnum):
@@ -437,8 +438,8 @@ def unpack_result(packed: np.ndarray) -> StepResult:
         _unpack_scores(packed[end:scored], layout, rows, wants)
     if layout.pooled:
         vectors = np.ascontiguousarray(packed[scored:]).view(np.float32).reshape(layout.rows, layout.pooled)
-        for row, vector in zip(rows, vectors):
-            row.pooled = vector
+        for result, vector in zip(rows, vectors):
+            result.pooled = vector
     return StepResult(head[0], rows, seconds, moved)
 
 
