@@ -161,6 +161,8 @@ def _backend(model: CausalModel, setup: Setup) -> AttentionBackend:
         from stretto.attn.triton_ragged import TritonRagged  # imports triton, which installations for CPU may lack
 
         return TritonRagged(model.device, model.dtype)
+    if setup.attention is None and getattr(model, "fixed", False):
+        return choose_backend(model.layers, setup.page_size, model.device, model.dtype, fixed=True)
     if setup.attention == "torch":
         return TorchRagged()
     return choose_backend(model.layers, setup.page_size, model.device, model.dtype)
@@ -442,6 +444,26 @@ def _check_shared_edge(lab: Lab, tokens: list[int], page: int) -> None:
         raise AssertionError("nothing was shared: this check did nothing")
 
 
+def check_host_tier(lab: Lab) -> None:
+    """Pages that left the device and came back from host memory give the same text and the same offers: the drafter's
+    cells and hidden states travel with them."""
+    asks, again = lab.asks(), lab.asks(wave="again ")
+    plain = lab.plain(asks)
+    offered, _ = lab.drafted(asks)
+    for page in (4, 16):
+        engine = make_engine(lab.model, lab.drafter, lab.target, lab.setup(
+            page_size=page, pool_tokens=112, host_tokens=2048, chunk=16, budget=32))
+        got: dict[str, Answer] = {}
+        for ask in (*asks, *again):  # one after the other: each finds its pages on the host
+            got |= run(engine, [ask])
+        for wave in ("", "again "):
+            of_wave = {rid: got[wave + rid] for rid in plain}
+            same_text(of_wave, plain, f"page {page}, host memory")
+            same_offers(lab, of_wave, offered, f"page {page}, host memory")
+        if not counters(engine)["host_restored_tokens"]:
+            raise AssertionError(f"page {page}: nothing came back from host memory")
+
+
 def check_choices(lab: Lab) -> None:
     """n choices share the prompt's pages, copy the last one, and feed its last position again."""
     asks = [Ask(a.rid, a.tokens, SamplingParams(temperature=1.2, max_tokens=10, seed=i, n=3))
@@ -533,5 +555,5 @@ def check_soak(lab: Lab) -> None:
 
 CHECKS: tuple[Callable[[Lab], None], ...] = (
     check_greedy_text, check_sampled_text, check_distribution, check_random_caps, check_skipped_rows,
-    check_mixed_steps, check_retraction, check_prefix_hits, check_choices, check_sessions, check_switched_off,
-    check_soak)
+    check_mixed_steps, check_retraction, check_prefix_hits, check_host_tier, check_choices, check_sessions,
+    check_switched_off, check_soak)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+import time
+from collections import deque
 
+import numpy as np
 import pytest
 
-from stretto.params import SamplingParams
-from stretto.protocol import FlushCache, Request, SessionTurn
-from stretto.replay import OneShot
-from stretto.spec.ngram import NgramDrafter
+from stretto.device.kv import Pages
+from stretto.device.streams import CpuMoves, InlineDevice
+from stretto.replay import Crowd, OneShot
+from stretto.wire import HEADER, split_plan
 from tests.engine.small import VOCAB, Oracle, Run, greedy, make_core
+from tests.engine.test_sessions_machine import QUICK, Clock, Setting, counted, run_machine
+from tests.engine.test_sessions_machine import crowd as crowd_of
 
 PAGES = (1, 4, 16, 64, 256)
 POOL = {1: 130, 4: 136, 16: 144, 64: 192, 256: 512}  # tokens: room for one long prompt
@@ -53,3 +58,54 @@ def test_a_prefix_that_left_the_device_comes_back(oracles, page: int, window: st
     if page < 256:
         usage = run.outputs["1.2", 0][-1].usage
         assert usage is not None and usage.cached_tokens >= (length - 1) // page * page // 2
+
+
+class LateMoves(CpuMoves):
+    """Moves what a step waits for when it begins, and everything else as late as a slow bus might."""
+
+    def __init__(self, pages: Pages, seed: int):
+        super().__init__(pages)
+        self.rng, self.waiting = random.Random(seed), deque()
+
+    def before(self, packed: np.ndarray) -> None:
+        self.waiting.append(packed)
+        fence = split_plan(packed[:HEADER], packed).fence
+        while self.waiting and (self._seq(0) <= fence or self.rng.random() < 0.2):
+            super().before(self.waiting.popleft())
+        self._began = time.perf_counter()
+
+    def _seq(self, index: int) -> int:
+        return int(self.waiting[index][0])
+
+
+@pytest.mark.parametrize(("window", "page"), [("off", 1), ("16", 4), ("off", 16)])
+def test_steps_that_do_not_wait_for_copies(oracles, window: str, page: int):
+    """Copies are late; requests and sessions come, go, give way, are aborted."""
+    setting = Setting(*oracles[window], "scripted", page, host=1024)
+    world = setting.world(Clock(), overlap=False)
+    device = world.core.device
+    assert isinstance(device, InlineDevice)
+    device.moves = LateMoves(device.runner.pages, page)
+    crowd = Crowd(world, page, VOCAB)
+    wanted = ("host_restored_tokens", "retractions", "aborts", "reclaimed", "answers")
+    for n in range(600):
+        crowd.act()
+        world.core.host.audit()
+        if n >= 80 and all(counted(world)[event] for event in wanted):
+            break
+    world.finish()
+    seen = counted(world)
+    world.core.close()
+    assert all(seen[event] for event in wanted) and not seen["faults"]
+
+
+@pytest.mark.parametrize(("drafter", "window", "page", "prefix_cache"), [
+    ("none", "off", 16, True), ("scripted", "off", 1, False),
+    pytest.param("ngram", "16", 1, True, marks=pytest.mark.full),
+    pytest.param("scripted", "16", 16, False, marks=pytest.mark.full)])
+def test_sessions_in_any_order(oracles, drafter: str, window: str, page: int, prefix_cache: bool):
+    """Turns, branches, rewinds, aborts, evictions, flushes, expiry: every answer is that of a one-shot computation."""
+    setting = Setting(*oracles[window], drafter, page, host=600, limits={"prefix_cache": prefix_cache})
+    seen = run_machine(setting, QUICK) + crowd_of(setting, seed=page, least=60)
+    assert seen["answers"] and seen["host_saved_tokens"] and seen["host_restored_tokens"]
+    assert seen["faults"] == seen["broken_books"] == 0

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from stretto.bench.soak import Soak
+from stretto.bench.soak import Soak, Subject
 from stretto.params import SamplingParams
 from stretto.protocol import SessionTurn
 from stretto.replay import Crowd, OneShot, Talk, World
@@ -68,12 +68,15 @@ class Setting:
     answer: OneShot
     drafter: str
     page: int
+    host: int = 0  # tokens of host memory
+    limits: dict = field(default_factory=dict)
     seen: Counter[str] = field(default_factory=Counter)
 
-    def world(self, clock: Clock) -> World:
+    def world(self, clock: Clock, **more) -> World:
         made = {"none": lambda: None, "ngram": lambda: NgramDrafter(3), "scripted": Learner}[self.drafter]()
         core = make_core(self.oracle.model, page_size=self.page, pool_tokens=POOL, drafter=made, slots=5, poison=True,
-                         chunk=16, budget=40, session_ttl=TTL, session_queue=2, clock=clock)
+                         host_tokens=self.host,
+                         chunk=16, budget=40, session_ttl=TTL, session_queue=2, clock=clock, **self.limits, **more)
         return World(core, self.answer, getattr(made, "learn", None))
 
 
@@ -253,7 +256,7 @@ def test_a_drafter_with_its_own_cells_never_reads_a_stale_one(tmp_path, window: 
     """The target drafts for itself: a draft that is refused was made from a cell that some turn, cut, branch or abort
     left behind."""
     tiny = make_target(tmp_path, window=window)
-    soak = Soak(tiny.model, tiny.target, [f"standalone:{tiny.target.path}"], "float32", 200)
+    soak = Soak([Subject("tiny", tiny.model, tiny.target, (f"standalone:{tiny.target.path}",))], "float32", 200)
     for seed in range(3):
         assert soak.round(seed), soak.result
     assert soak.result.seen["accepted"] == soak.result.seen["drafted"] > 0

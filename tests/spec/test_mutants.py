@@ -10,6 +10,8 @@ import torch
 
 import stretto.spec.chain as chain
 from stretto.device.drafting import Chooser, Drafting
+from stretto.device.host_pages import HostPages
+from stretto.device.kv import KVCache
 from stretto.device.seams import Seams
 from stretto.device.slots import SlotTable
 from stretto.spec.block import Backbone
@@ -20,6 +22,7 @@ from stretto.testing import (
     Lab,
     check_choices,
     check_greedy_text,
+    check_host_tier,
     check_prefix_hits,
     check_retraction,
 )
@@ -73,6 +76,25 @@ def copies_of_pages_miss_the_drafter(monkeypatch) -> None:
     monkeypatch.setattr(Drafting, "copy_page", lambda self, group, source, target: None)
 
 
+def hidden_states_of_pages_do_not_travel(monkeypatch) -> None:
+    monkeypatch.setattr(Seams, "page_tensors", lambda self, group: [])
+
+
+def a_drafters_cells_do_not_travel(monkeypatch) -> None:
+    monkeypatch.setattr(Drafting, "page_tensors", lambda self, group: self.seams.page_tensors(group)
+                        if self.seams is not None else [])
+
+
+def pages_come_back_in_another_order(monkeypatch) -> None:
+    restore = HostPages.restore
+    monkeypatch.setattr(HostPages, "restore", lambda self, group, host_pages, pages: restore(
+        self, group, host_pages[::-1], pages))
+
+
+def values_do_not_travel(monkeypatch) -> None:
+    monkeypatch.setattr(KVCache, "page_tensors", lambda self, group: [self.k[i] for i in self.groups[group].layers])
+
+
 def a_cell_that_stands_is_written_again(monkeypatch) -> None:
     """A fork feeds its last position again, and has no taps of the one before."""
     monkeypatch.setattr(SlotTable, "draft_length", property(lambda self: torch.zeros_like(self.ints[Int.LEN])))
@@ -104,6 +126,10 @@ def cells_lie_one_place_early(monkeypatch) -> None:
     ("dflash", copies_of_pages_miss_the_drafter, check_choices),
     ("eagle3", a_cell_that_stands_is_written_again, check_choices),
     ("eagle3", cells_lie_one_place_early, check_prefix_hits),
+    ("eagle3", hidden_states_of_pages_do_not_travel, check_host_tier),
+    ("dflash", a_drafters_cells_do_not_travel, check_host_tier),
+    ("eagle3", pages_come_back_in_another_order, check_host_tier),
+    ("standalone", values_do_not_travel, check_host_tier),
 ])
 def test_the_kit_catches(labs, monkeypatch, kind: str, mutant, check) -> None:
     mutant(monkeypatch)
