@@ -48,13 +48,14 @@ class AsyncLLM:
         return self.engine.info
 
     def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, *,
-                 request_id: str | None = None, session: SessionTurn | None = None) -> AsyncIterator[Output]:
+                 request_id: str | None = None, session: SessionTurn | None = None,
+                 adapter: str | None = None) -> AsyncIterator[Output]:
         """Outputs of every choice as they come. Closing the iterator aborts the request. `session`: whose turn it is.
         Raises RequestError."""
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return self.engine.generate(Request(rid=request_id or uuid.uuid4().hex, tokens=tokens,
                                             sampling=sampling or SamplingParams(), arrival=time.monotonic(),
-                                            session=session))
+                                            session=session, adapter=adapter))
 
     def chat(self, messages: Sequence[Message], sampling: SamplingParams | None = None, *,
              request_id: str | None = None, session: SessionTurn | None = None,

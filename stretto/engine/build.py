@@ -38,11 +38,13 @@ from stretto.device.kv import KVCache, group_layers
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
 from stretto.device.streams import DeviceHalf, make_device
+from stretto.engine.adapters import AdapterLoader
 from stretto.engine.core import EngineCore
 from stretto.engine.locate import Located, locate
 from stretto.engine.loop import StartFailed
 from stretto.engine.step_times import StepTimes, cached
 from stretto.facts import gather_facts
+from stretto.host.adapters import Adapters
 from stretto.host.cost import CostModel
 from stretto.host.elastic import Elastic
 from stretto.host.grammar import Grammars
@@ -53,11 +55,12 @@ from stretto.model.config import ConfigError as ModelConfigError
 from stretto.model.config import read_config, token_ids
 from stretto.model.gguf import gguf_config
 from stretto.model.hub import ModelNotFound, cache_folder
-from stretto.model.load import load_model
+from stretto.model.load import adapter_values, load_model
+from stretto.model.lora import AdapterBank
 from stretto.model.registry import find_builder
 from stretto.model.source import WeightError
 from stretto.params import SamplingParams
-from stretto.protocol import EngineInfo
+from stretto.protocol import EngineInfo, LoadAdapter, RequestError
 from stretto.report import start_report
 from stretto.sample.custom import CustomProcessors, ProcessorError, Registry
 from stretto.sample.rejection import Proposals
@@ -109,6 +112,7 @@ def prepare_located(located: Located) -> Prepared:
     facts = _with_drafter(located.config, facts, target)
     if located.config.model.deterministic and find_builder(facts.model.architecture) is None:
         raise ConfigError([_not_fixed(facts.model.name, "transformers' own code of it")])
+    facts = _with_adapters(located, facts)
     resolved = resolve(located.config, facts)
     return Prepared(located.path, located.tokenizer_path, facts, resolved, target,
                     {"resolve": time.perf_counter() - started})
@@ -146,6 +150,19 @@ def _with_drafter(config: Config, facts: Facts, target: Target) -> Facts:
     return replace(facts, drafter=found)
 
 
+def _with_adapters(located: Located, facts: Facts) -> Facts:
+    """How much room LoRA adapters need."""
+    lora = located.config.lora
+    if not lora.on or min(lora.max_loras, lora.max_lora_rank) < 1:
+        return facts
+    try:
+        bank = AdapterBank(lora.max_loras, lora.max_lora_rank)
+        return replace(facts, adapter_values=adapter_values(located.path, bank))
+    except ModelConfigError as e:
+        raise ConfigError([Refusal("--enable-lora", f"model {facts.model.name}", str(e),
+                                   "merge the adapter into the model, or choose another one")]) from e
+
+
 def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCore:
     """Loads weights, allocates the KV cache and starts the device half. Call it on the thread that will step it."""
     timings = dict(prepared.timings)
@@ -156,10 +173,13 @@ def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCo
     tokenizer = load_tokenizer(prepared.tokenizer_path)
     clock.lap("tokenizer")
     copied = partial(progress, "weights") if progress else None
+    lora = resolved.config.lora
+    bank = AdapterBank(lora.max_loras, lora.max_lora_rank) if lora.on else None
     model = load_model(prepared.path, dtype=dtype, device=device, progress=copied, context=resolved.max_model_len,
-                       fixed=resolved.config.model.deterministic)
+                       fixed=resolved.config.model.deterministic, adapters=bank)
     clock.lap("weights")
     runner, backend = make_runner(model, prepared)
+    runner.adapters = bank
     processors = runner.table.custom.registry
     limits = host_limits(resolved, eos_ids(prepared, tokenizer), _host_drafter(prepared), processors)
     clock.lap("KV cache")
@@ -179,7 +199,21 @@ def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCo
     if limits.elastic is not None:
         info.server_info["elastic"] = limits.elastic.describe()
     info.logit_processors, info.custom_logit_processor = sorted(processors.named), processors.allow_code
-    return EngineCore(host, device_half, info, resolved.depth)
+    core = EngineCore(host, device_half, info, resolved.depth, AdapterLoader(bank, host, device_half) if bank else None)
+    _load_adapters(core, resolved)
+    return core
+
+
+def _load_adapters(core: EngineCore, resolved: Resolved) -> None:
+    """Those that the configuration names. Raises compat.ConfigError."""
+    core.info.max_loras = resolved.config.lora.max_loras if resolved.config.lora.on else 0
+    for module in resolved.config.lora.lora_modules:
+        name, _, path = module.partition("=")
+        try:
+            core.manage(LoadAdapter(name, path))
+        except RequestError as e:
+            raise ConfigError([Refusal(f"--lora-modules {module}", f"model {resolved.model_name}", str(e),
+                                       "correct it, or leave it out")]) from e
 
 
 def _elastic(prepared: Prepared, limits: HostLimits, device: DeviceHalf, vocab_size: int,
@@ -291,6 +325,7 @@ def host_limits(resolved: Resolved, eos: frozenset[int], drafter: HostDrafter | 
                 processors: Registry | None = None) -> HostLimits:
     return HostLimits(
         page_size=resolved.page_size, pages=tuple(n - 1 for n in resolved.pages), windows=resolved.windows,
+        adapters=Adapters(resolved.config.lora.max_loras) if resolved.config.lora.on else None,
         max_slots=resolved.max_num_seqs + 1, max_model_len=resolved.max_model_len, chunk=resolved.chunk_size,
         budget=resolved.max_num_batched_tokens, cap_policy=resolved.cap_policy, mixed=resolved.mixed_chunk,
         depth=resolved.depth, width=resolved.speculation_tokens, lookahead=resolved.lookahead,

@@ -96,6 +96,10 @@ class EngineClient(EngineHandle):
             await asyncio.sleep(WATCH_SECONDS)
             before, used = used, self._process.cpu_seconds()
             self._router.check_stall(WATCH_SECONDS, computing=used - before > WATCH_SECONDS / 10)
+            if self._router.hopeless:
+                self._router.die("the engine loop has made no progress for too long; its process was ended")
+                self._process.process.kill()
+                return
 
     async def _stop(self, timeout: float) -> None:
         self._closing = True

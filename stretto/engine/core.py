@@ -12,19 +12,34 @@ from __future__ import annotations
 import time
 
 from stretto.device.streams import DeviceHalf
+from stretto.engine.adapters import AdapterLoader
 from stretto.engine.trace import StepTrace
 from stretto.host.half import HostHalf
-from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, StepRecord, check_request
+from stretto.protocol import (
+    Action,
+    EngineInfo,
+    EngineStats,
+    LoadAdapter,
+    Output,
+    Request,
+    RequestError,
+    SessionInfo,
+    StepRecord,
+    UnloadAdapter,
+    check_request,
+)
 from stretto.wire import LateMask, StepPlan, pack_mask, pack_plan, unpack_result
 
 REST_SECONDS = 0.01  # for which a step waits where all work waits for something else than the device
 
 
 class EngineCore:
-    """Not thread-safe: one thread calls it (engine/loop.py). `depth`: steps in flight while the host plans."""
+    """Not thread-safe: one thread calls it (engine/loop.py). `depth`: steps in flight while the host plans. `adapters`:
+    of an engine that has room for some."""
 
-    def __init__(self, host: HostHalf, device: DeviceHalf, info: EngineInfo, depth: int):
-        self.host, self.device, self.info, self.depth = host, device, info, depth
+    def __init__(self, host: HostHalf, device: DeviceHalf, info: EngineInfo, depth: int,
+                 adapters: AdapterLoader | None = None):
+        self.host, self.device, self.info, self.depth, self.adapters = host, device, info, depth, adapters
         self.in_flight = 0
         self.busy_seconds = self.wait_seconds = self.mask_seconds = 0.0
         self.late_masks = self.late_masks_overlapped = 0
@@ -41,7 +56,14 @@ class EngineCore:
 
     def manage(self, action: Action) -> tuple[list[SessionInfo], list[Output]]:
         """(the sessions that the action is about, last outputs of turns that it ended). Raises RequestError."""
-        return self.host.manage(action)
+        if not isinstance(action, LoadAdapter | UnloadAdapter):
+            return self.host.manage(action)
+        if self.adapters is None:
+            raise RequestError("this engine has no room for adapters: start it with --enable-lora", param="lora_name",
+                               code="lora_disabled")
+        self.adapters.carry_out(action)
+        self.info.adapters = self.adapters.names
+        return [], []
 
     def tick(self) -> None:
         """Called now and then, also when idle."""

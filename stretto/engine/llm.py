@@ -120,13 +120,14 @@ class LLM:
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  sampling: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 session: SessionTurn | Sequence[SessionTurn | None] | None = None) -> list[Completion]:
+                 session: SessionTurn | Sequence[SessionTurn | None] | None = None,
+                 adapter: str | Sequence[str | None] | None = None) -> list[Completion]:
         """Completes every prompt (text or token ids), all in one batch. A prompt's n choices follow each other.
-        `session`: whose turn it is, of one prompt or of each.
+        `session`: whose turn it is, of one prompt or of each. `adapter`: the LoRA adapter that answers all, or each.
 
         Raises RequestError for a request that cannot be served, before any of them runs."""
         listed = self._listed(prompts)
-        requests = self._requests([self._tokens(p) for p in listed], sampling, session)
+        requests = self._requests([self._tokens(p) for p in listed], sampling, session, adapter)
         completions = {(r.rid, i): Completion(i, r.tokens) for r in requests for i in range(r.sampling.n)}
         for output in self._run(requests):
             completions[output.rid, output.index].add(output)
@@ -150,12 +151,13 @@ class LLM:
         return unit_vectors([found[request.rid] for request in requests], dimensions)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *,
-               session: SessionTurn | None = None) -> Iterator[Output]:
+               session: SessionTurn | None = None, adapter: str | None = None) -> Iterator[Output]:
         """Outputs of one prompt as they come. Closing the iterator aborts the request."""
-        yield from self._run(self._requests([self._tokens(prompt)], sampling, session))
+        yield from self._run(self._requests([self._tokens(prompt)], sampling, session, adapter))
 
     def manage(self, action: Action) -> list[SessionInfo]:
-        """Opens, shows, branches, rewinds or closes sessions (see stretto.protocol). Raises RequestError."""
+        """Opens, shows, branches, rewinds or closes sessions; loads and unloads adapters (see stretto.protocol). Raises
+        RequestError."""
         sessions, outputs = self.core.manage(action)
         self._sort(outputs)
         return sessions
@@ -177,7 +179,8 @@ class LLM:
 
     def _requests(self, prompts: list[list[int]],
                   sampling: SamplingParams | Sequence[SamplingParams] | None,
-                  session: SessionTurn | Sequence[SessionTurn | None] | None = None) -> list[Request]:
+                  session: SessionTurn | Sequence[SessionTurn | None] | None = None,
+                  adapter: str | Sequence[str | None] | None = None) -> list[Request]:
         each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(each)} sampling parameters: give one, or one for each")
@@ -189,8 +192,12 @@ class LLM:
         turns = list(session) if isinstance(session, Sequence) else [session] + [None] * (len(prompts) - 1)
         if len(turns) != len(prompts) or (session is not None and not isinstance(session, Sequence) and len(turns) > 1):
             raise ValueError(f"{len(prompts)} prompts and {len(turns)} turns of sessions: give one for each prompt")
+        named = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(named) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(named)} adapters: give one, or one for each")
         return [Request(rid=f"llm-{next(self._serial)}", tokens=tokens, sampling=params, arrival=time.monotonic(),
-                        session=turn) for tokens, params, turn in zip(prompts, each, turns, strict=True)]
+                        session=turn, adapter=name)
+                for tokens, params, turn, name in zip(prompts, each, turns, named, strict=True)]
 
     def _run(self, requests: list[Request]) -> Iterator[Output]:
         """Steps the engine until these requests are done; aborts what is left when the caller stops early. Outputs of

@@ -48,6 +48,7 @@ from stretto.protocol import (
     check_request,
 )
 
+HOPELESS = 4  # stall timeouts of silence after which an engine is not expected to come back
 COMPUTING_PATIENCE = 10  # an engine that computes may be silent so many times longer than one that does nothing
 
 
@@ -199,6 +200,11 @@ class Router:
 
     def healthy(self) -> bool:
         return self.cause is None and self._silent < self._stall_timeout
+
+    @property
+    def hopeless(self) -> bool:
+        """The engine has been silent for so long that whoever can should end it."""
+        return self._silent >= HOPELESS * self._stall_timeout
 
     def check_stall(self, elapsed: float, computing: bool) -> None:
         """Called every `elapsed` seconds by the owner, who says whether the engine used the processor since.

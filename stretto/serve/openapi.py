@@ -112,7 +112,7 @@ def _schemas() -> tuple[dict[str, Any], dict[Any, dict[str, Any]]]:
 
 
 def _complete(operation: dict[str, Any], path: str, name: str, shapes: Mapping[Any, dict[str, Any]]) -> None:
-    answer = ANSWERS[name]
+    answer = ANSWERS.get(name, Answer(None))  # tests see to it that every route has one
     content: dict[str, Any] = {}
     if answer.whole is not None:
         content[answer.media] = {"schema": shapes[answer.whole]}

@@ -18,7 +18,7 @@ from stretto.wire import ResultLayout, unpack_result
 from tests.covering import Cell, cell_id, pairwise
 from tests.engine.small import Oracle, Run, greedy, make_core
 
-OPTIONS = {"chunk": (1, 7, 64, 0), "page": (1, 16, 64), "overlap": (False, True), "prefix": (True, False),
+OPTIONS = {"chunk": (3, 7, 64, 0), "page": (1, 16, 64), "overlap": (False, True), "prefix": (True, False),
            "drafts": (False, True), "family": ("llama", "qwen3", "gemma2")}
 SHARED = [7, 3, 250, 9, 12] * 14
 PROMPTS = [[3, 7, 11], SHARED, [*SHARED[:40], 5, 6], list(range(20, 81)), [17]]

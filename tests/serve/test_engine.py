@@ -171,6 +171,15 @@ async def test_case_17_01_a_stopped_engine_turns_unhealthy_and_recovers():
         assert (await engine.stats()).gauges["running"] == 0  # the lost request was withdrawn
 
 
+async def test_case_17_01_an_engine_that_stays_wedged_is_ended():
+    async with started(EngineClient, stall_timeout=0.5) as engine:
+        (child,) = children()
+        child.send_signal(signal.SIGSTOP)
+        assert "no progress for too long" in await asyncio.wait_for(engine.dead(), 15)
+        await engine.close()
+        assert not child.is_running()
+
+
 async def test_a_wedged_step_is_noticed_in_process():
     async with started(InProcessEngine, stall_timeout=1.0) as engine:
         with pytest.raises(EngineDead, match="no progress"):
