@@ -11,18 +11,21 @@ A conversation is a list of user turns, sent one after the other with the answer
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import msgspec
 
+from stretto.bench.events import EventClient
 from stretto.bench.workload import WORDS
 
 Message = dict[str, str]
@@ -145,20 +148,19 @@ def _turns(record: Any) -> tuple[str, ...]:
 
 async def run_load(target: Target, load: Load) -> Run:
     """Sends every conversation of the load."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.concurrency)
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     samples: list[Sample] = []
-    async with httpx.AsyncClient(base_url=target.base, timeout=load.timeout, limits=limits, headers=headers,
-                                 trust_env=False) as http:
-        client = _Client(http, target, load, samples)
-        server_before = await _server_cpu(http)
-        cpu, started = time.process_time(), time.perf_counter()
-        if load.rate is None:
-            await client.closed_loop()
-        else:
-            await client.open_loop(load.rate)
-        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-        server_after = await _server_cpu(http)
+    async with httpx.AsyncClient(base_url=target.base, timeout=load.timeout, headers=headers, trust_env=False) as http:
+        with contextlib.closing(EventClient(target.base, headers, load.timeout)) as events:
+            client = _Client(events, target, load, samples)
+            server_before = await _server_cpu(http)
+            cpu, started = time.process_time(), time.perf_counter()
+            if load.rate is None:
+                await client.closed_loop()
+            else:
+                await client.open_loop(load.rate)
+            seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+            server_after = await _server_cpu(http)
     used = None if server_before is None or server_after is None else server_after - server_before
     return Run(target, samples, seconds, cpu / seconds, used)
 
@@ -174,8 +176,8 @@ async def _server_cpu(http: httpx.AsyncClient) -> float | None:
 
 
 class _Client:
-    def __init__(self, http: httpx.AsyncClient, target: Target, load: Load, samples: list[Sample]):
-        self._http, self._target, self._load, self._samples = http, target, load, samples
+    def __init__(self, events: EventClient, target: Target, load: Load, samples: list[Sample]):
+        self._events, self._target, self._load, self._samples = events, target, load, samples
 
     async def closed_loop(self) -> None:
         left = iter(self._load.conversations)
@@ -214,7 +216,7 @@ class _Client:
             self._samples.append(sample)
             try:
                 await self._ask(messages, conversation.output_tokens, sample, due)
-            except (httpx.HTTPError, ValueError, KeyError) as e:
+            except (OSError, ValueError) as e:  # TimeoutError is an OSError
                 sample.error, sample.end = f"{type(e).__name__}: {e}"[:300], time.perf_counter() - due
                 return
             messages.append({"role": "assistant", "content": sample.text})
@@ -233,38 +235,53 @@ class _Client:
 
     async def _ask(self, messages: list[Message], output_tokens: int, sample: Sample, due: float) -> None:
         path = "/v1/chat/completions" if self._load.api == "chat" else "/v1/completions"
-        last = due
-        async with self._http.stream("POST", path, json=self._body(messages, output_tokens)) as answer:
-            if answer.status_code != 200:
-                raise ValueError(f"status {answer.status_code}: {(await answer.aread()).decode()[:200]}")
-            async for chunk in _events(answer):
-                now = time.perf_counter()
-                if text := _text(chunk, self._load.api):
-                    sample.text += text
-                    if sample.first is None:
-                        sample.first = now - due
-                    else:
-                        sample.gaps.append(now - last)
-                    last = now
-                    sample.output_tokens += not sample.counted
-                if usage := chunk.get("usage"):
-                    _note(sample, usage)
-        sample.end = (last if sample.first is not None else time.perf_counter()) - due
+        body = msgspec.json.encode(self._body(messages, output_tokens))
+        listener = _Listener(sample, due, self._load.api)
+        answer = await self._events.post(path, body, listener.hear)
+        if answer.status != 200:
+            raise ValueError(f"status {answer.status}: {answer.rest.decode('utf-8', 'replace')[:200]}")
+        listener.end()
 
 
-async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """Raises ValueError for an error within the stream, and for a stream that ends without [DONE]."""
-    async for line in answer.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line[5:].strip()
-        if data == "[DONE]":
+class _Listener:
+    """Notes what the events of one answer tell, and when."""
+
+    def __init__(self, sample: Sample, due: float, api: str):
+        self._sample, self._due, self._last, self._api = sample, due, due, api
+        self._error, self._complete = "", False
+
+    def hear(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            self._complete = True
             return
-        payload = json.loads(data)
-        if "error" in payload:
-            raise ValueError(f"the stream broke: {payload['error']}")
-        yield payload
-    raise ValueError("the stream ended without [DONE]")
+        try:
+            self._note(_decoder.decode(data), now)
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError, IndexError) as e:
+            self._error = f"an event of the stream cannot be read: {type(e).__name__}: {e}"
+
+    def _note(self, chunk: dict[str, Any], now: float) -> None:
+        sample = self._sample
+        if "error" in chunk:
+            self._error = f"the stream broke: {chunk['error']}"
+        if text := _text(chunk, self._api):
+            sample.text += text
+            if sample.first is None:
+                sample.first = now - self._due
+            else:
+                sample.gaps.append(now - self._last)
+            self._last = now
+            sample.output_tokens += not sample.counted
+        if usage := chunk.get("usage"):
+            _note_usage(sample, usage)
+
+    def end(self) -> None:
+        """Raises ValueError for a stream that did not end as it should."""
+        if self._error or not self._complete:
+            raise ValueError(self._error or "the stream ended without [DONE]")
+        self._sample.end = (self._last if self._sample.first is not None else time.perf_counter()) - self._due
+
+
+_decoder = msgspec.json.Decoder()
 
 
 def _text(chunk: dict[str, Any], api: str) -> str:
@@ -277,7 +294,7 @@ def _text(chunk: dict[str, Any], api: str) -> str:
     return (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
 
 
-def _note(sample: Sample, usage: dict[str, Any]) -> None:
+def _note_usage(sample: Sample, usage: dict[str, Any]) -> None:
     sample.counted = True
     sample.prompt_tokens, sample.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

@@ -167,7 +167,7 @@ def test_a_sweep_its_plot_and_its_comparison(server: Program, tmp_path: Path, ca
     assert [point["concurrency"] for point in found["points"]] == [1, 4] and found["over"] == "concurrency"
     slow, fast = (point["servers"][0] for point in found["points"])
     assert slow["output_tokens"] == fast["output_tokens"] == 24 and fast["seconds"] < slow["seconds"]
-    assert 0 < slow["server_cpu_seconds_per_token"] < 0.1
+    assert 0 <= slow["server_cpu_seconds_per_token"] < 0.1  # the system counts it in hundredths of a second
     assert slow["cached_share"] == fast["cached_share"] == 0, "earlier points, and the warm-up, do not help later ones"
     assert "first token" in (tmp_path / "s.svg").read_text()
 
