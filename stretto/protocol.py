@@ -48,6 +48,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     sampling: SamplingParams
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""  # prefixes are shared only between requests of equal salt
+    adapter: str | None = None  # the LoRA adapter that answers; None: the model itself
     want_text: bool = True  # False: ids only, the engine does not detokenise
     arrival: float = 0.0  # time.monotonic of the front end
     session: SessionTurn | None = None
@@ -68,6 +69,7 @@ class OpenSession(msgspec.Struct, tag=True, kw_only=True):
 
     sid: str
     cache_salt: str = ""
+    adapter: str | None = None  # that will answer its turns
     ttl: float | None = None  # seconds idle until it closes; None: the server's setting
     capacity: int | None = None  # most ids of its history; None: the context
 
@@ -103,7 +105,21 @@ class FlushCache(msgspec.Struct, tag=True):
     """Frees every KV page that no running turn uses; idle sessions keep their ids."""
 
 
-Action = OpenSession | CloseSession | GetSession | BranchSession | RewindSession | FlushCache
+class LoadAdapter(msgspec.Struct, tag=True):
+    """A LoRA adapter, by the name that requests will give: a folder in PEFT's layout."""
+
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, tag=True):
+    """Requests that have begun go on; new ones may not name it."""
+
+    name: str
+
+
+SessionAction = OpenSession | CloseSession | GetSession | BranchSession | RewindSession | FlushCache
+Action = SessionAction | LoadAdapter | UnloadAdapter
 
 
 class SessionInfo(msgspec.Struct, kw_only=True):
@@ -196,6 +212,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     hidden_size: int = 0  # numbers of an embedding; 0: this engine gives none
     sampling_defaults: dict[str, int | float] = {}  # by the names of SamplingParams
     logit_processors: list[str] = []  # by which names requests may ask for them
+    adapters: dict[str, str] = {}  # LoRA adapters that are loaded: name -> path
+    max_loras: int = 0  # that may be loaded; 0: none
     custom_logit_processor: bool = False  # requests may bring code of their own
     server_info: dict = {}  # the resolved configuration and the start-up report, JSON-ready
 

@@ -10,6 +10,7 @@ from cyclopts import Group, Parameter
 from stretto.config import (
     Config,
     KVSection,
+    LoraSection,
     ModelSection,
     ParallelSection,
     SamplingSection,
@@ -35,7 +36,9 @@ class EngineSections:
         name="*", group=Group("Speculation", sort_key=4))] = DEFAULTS.speculation
     sampling: Annotated[SamplingSection, Parameter(
         name="*", group=Group("Sampling", sort_key=5))] = DEFAULTS.sampling
-    parallel: Annotated[ParallelSection, Parameter(name="*", group=Group("Devices", sort_key=6))] = DEFAULTS.parallel
+    lora: Annotated[LoraSection, Parameter(
+        name="*", group=Group("LoRA", sort_key=6), negative_iterable=())] = DEFAULTS.lora
+    parallel: Annotated[ParallelSection, Parameter(name="*", group=Group("Devices", sort_key=7))] = DEFAULTS.parallel
 
     def config(self) -> Config:
         """The sections as one configuration; those that the command does not take have their defaults."""
@@ -47,7 +50,7 @@ class ServerSections(EngineSections):
     """What commands about a server take."""
 
     serve: Annotated[ServeSection, Parameter(
-        name="*", group=Group("Server", sort_key=7), negative_iterable=())] = DEFAULTS.serve
+        name="*", group=Group("Server", sort_key=8), negative_iterable=())] = DEFAULTS.serve
 
 
 EngineOptions = Annotated[EngineSections, Parameter(name="*")]

@@ -24,6 +24,7 @@ from stretto.device.kv import KVCache, Pages
 from stretto.device.record import StepOutput, pack_body, pack_rows
 from stretto.device.slots import SlotTable
 from stretto.model.api import CausalModel
+from stretto.model.lora import AdapterBank
 from stretto.ops.attend import StepAttention
 from stretto.ops.bind import bind
 from stretto.ops.commit import judge
@@ -90,7 +91,8 @@ class Runner:
         self.pages = Pages(kv, self.drafting)
         self.adopt(drafter)
         self.features = FeatureMirror()
-        self.exact = model.device.type == "cpu"
+        self.adapters: AdapterBank | None = None  # the model's, where it has room for some
+        self.exact, self.fixed = model.device.type == "cpu", getattr(model, "fixed", False)
         self.execute: Executor = self.run_now
         self.halve: Halver = self.halve_now
 
@@ -127,6 +129,8 @@ class Runner:
         rows = self.features.of_rows(slots)
         asked = step_shape(on_host.rows[:, 2].tolist(), rows, plan.draft_width if self.drafter else 0, self.exact,
                            plan.late_mask)
+        if self.fixed:
+            asked = replace(asked, fixed=True)
         if plan.late_mask:
             return HalfStep(plan.seq, *self.halve(plan.rows, asked), slots)
         body, shape = self.execute(plan.rows, asked)
@@ -172,6 +176,8 @@ class Runner:
         step = bind(rows, table.ints, table.log, table.page_tables, table.page_size, shape.tokens, shape.logits)
         if shape.short:
             step = replace(step, most_tokens=SHORT)
+        if self.adapters is not None:
+            self.adapters.select(table.column(Int.ADAPTER, step.slots)[step.rows] if shape.adapted else None)
         hidden, taps = self._model(step)
         return Forward(step, hidden, taps, self.model.logits(hidden[step.out_tokens]))
 
@@ -226,7 +232,7 @@ class Runner:
         """Scores of the sampled ids, laid out by (row, offset in the window): [R, W, words]."""
         if shape.alternatives < 0:
             return None
-        scores = token_scores(logits, sampled, shape.alternatives)
+        scores = token_scores(logits, sampled, shape.alternatives, shape.fixed)
         out = torch.zeros(len(step.slots), shape.width, scores.shape[1], dtype=torch.int32, device=scores.device)
         if len(scores):
             offsets = torch.arange(shape.width, device=out.device)
@@ -253,7 +259,7 @@ class Runner:
         tokens = wanted.nonzero().flatten() if self.exact else torch.arange(len(ids), device=ids.device)
         parts = []
         for part in tokens.split(SCORE_SLICE):
-            scores = token_scores(self.model.logits(hidden[part]), ids[part], max(shape.alternatives, 0))
+            scores = token_scores(self.model.logits(hidden[part]), ids[part], max(shape.alternatives, 0), shape.fixed)
             row = torch.where(wanted[part], step.rows[part], -1)
             head = torch.stack([row, step.positions[part] + 1], 1).to(torch.int32)
             parts.append(torch.cat([head, scores], 1))

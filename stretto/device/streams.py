@@ -27,6 +27,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from itertools import groupby
 from typing import Protocol
 
@@ -60,6 +61,10 @@ class DeviceHalf(Protocol):
 
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         """Prepares steps of these shapes, where there is something to prepare. Before the first launch."""
+        ...
+
+    def between(self, action: Callable[[], None]) -> None:
+        """Does something after every step that was launched and before any that will be. Raises what it raises."""
         ...
 
     def close(self) -> None: ...
@@ -179,6 +184,9 @@ class InlineDevice:
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         """Nothing: there are no graphs on a CPU."""
 
+    def between(self, action: Callable[[], None]) -> None:
+        action()
+
     def close(self) -> None:
         self.results.clear()
 
@@ -188,7 +196,7 @@ class ThreadDevice:
 
     def __init__(self, runner: Runner):
         self.runner = runner
-        self.plans: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
+        self.plans: queue.SimpleQueue[np.ndarray | Callable[[], None] | None] = queue.SimpleQueue()
         self.masks: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
         self.results: queue.SimpleQueue[np.ndarray | BaseException] = queue.SimpleQueue()
         self.moves = CpuMoves(runner.pages) if runner.pages.host is not None else None
@@ -199,6 +207,9 @@ class ThreadDevice:
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)  # a new thread starts with its own count
         while (packed := self.plans.get()) is not None:
+            if callable(packed):
+                packed()
+                continue
             try:
                 self.results.put(self._step(packed))
             except BaseException as e:  # handed to the caller, who waits for this result
@@ -227,6 +238,19 @@ class ThreadDevice:
 
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         """Nothing: there are no graphs on a CPU."""
+
+    def between(self, action: Callable[[], None]) -> None:
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                action()
+                done.set_result(None)
+            except BaseException as e:  # of whoever asked
+                done.set_exception(e)
+
+        self.plans.put(run)
+        done.result()
 
     def close(self) -> None:
         self.plans.put(None)
@@ -293,6 +317,11 @@ class CudaDevice:
         if self.moves is None:
             return result
         return with_times(result, timed[0].elapsed_time(timed[1]) / 1e3 if timed else 0.0, self.moves.done())
+
+    def between(self, action: Callable[[], None]) -> None:
+        with torch.cuda.stream(self.steps), torch.inference_mode():
+            action()
+        self.steps.synchronize()  # so that what it copies from may go
 
     def close(self) -> None:
         self.in_flight.clear()

@@ -10,6 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import msgspec
+
+from stretto.host.adapters import salted
 from stretto.host.cost import StepClock
 from stretto.host.counters import Counters
 from stretto.host.faults import HostFault
@@ -27,7 +30,6 @@ from stretto.host.slots import Slots
 from stretto.host.turn import Turn
 from stretto.params import SamplingParams
 from stretto.protocol import (
-    Action,
     BranchSession,
     CloseSession,
     FlushCache,
@@ -36,6 +38,7 @@ from stretto.protocol import (
     Request,
     RequestError,
     RewindSession,
+    SessionAction,
     SessionInfo,
 )
 from stretto.text.masks import MaskAsk, MaskMaker
@@ -69,6 +72,9 @@ class HostHalf:
 
     def submit(self, request: Request) -> None:
         """Raises RequestError where the request can never run, or its id is live."""
+        if request.adapter is not None:
+            salt = salted(request.cache_salt, self.limits.adapter(request.adapter))
+            request = msgspec.structs.replace(request, cache_salt=salt)
         if request.session is not None and self.sessions.submit(request):
             self.counters.requests += 1
             return
@@ -85,12 +91,15 @@ class HostHalf:
         `received`: generated ids that the client surely has; None: all that were delivered."""
         return self.results.abort(rid, received)
 
-    def manage(self, action: Action) -> tuple[list[SessionInfo], list[Output]]:
+    def manage(self, action: SessionAction) -> tuple[list[SessionInfo], list[Output]]:
         """(the sessions that the action is about, last outputs of turns that it ended). Raises RequestError."""
         sessions = self.sessions
         try:
             if isinstance(action, OpenSession):
-                return [sessions.shown(sessions.open(action.sid, action.cache_salt, action.ttl, action.capacity))], []
+                salt = action.cache_salt
+                if action.adapter is not None:
+                    salt = salted(salt, self.limits.adapter(action.adapter))
+                return [sessions.shown(sessions.open(action.sid, salt, action.ttl, action.capacity))], []
             if isinstance(action, BranchSession):
                 return [sessions.shown(sessions.branch(action.sid, action.new_sid, action.at))], []
             if isinstance(action, RewindSession):
@@ -219,6 +228,11 @@ class HostHalf:
     def has_work(self) -> bool:
         """Turns wait or run, or an output was not taken."""
         return bool(self.slots.running or self.queue or self._unsent)
+
+    @property
+    def adapters_in_use(self) -> set[int]:
+        """Numbers that live turns have."""
+        return {turn.job.adapter for turn in self._live}
 
     def flush_cache(self) -> int:
         """Frees every page that no turn uses; returns how many. Idle sessions keep their ids."""

@@ -54,8 +54,10 @@ class Intake:
         width = limits.width if sampling.speculation is None else min(limits.width, sampling.speculation)
         scored = sampling.prompt_logprobs is not None
         lookahead = limits.lookahead if width and goal == Goal.GENERATE else 0
+        adapter = 0 if request.adapter is None else limits.adapter(request.adapter).number
         job = Job(request, 0, (request.priority, next(self._serials), 0), goal, prompt, limit, width, lookahead,
-                  self._seed(sampling), self._stop_ids(sampling), scores_from if scored else NEVER, limit < asked)
+                  self._seed(sampling), self._stop_ids(sampling), scores_from if scored else NEVER, adapter,
+                  limit < asked)
         turn = Turn(job, list(tokens), self._stream(request), scores=[] if scored else None, unforked=sampling.n - 1,
                     grammar=self._grammar(sampling) if goal == Goal.GENERATE else None)
         if not turn.ready:

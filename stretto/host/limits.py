@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from stretto.host.adapters import Adapter, Adapters
 from stretto.host.elastic import Elastic
 from stretto.host.rates import Rates
 from stretto.params import ProcessorUse
@@ -40,6 +41,7 @@ class HostLimits:
     seeds: random.Random = field(default_factory=random.SystemRandom)  # of requests that name no seed
     strict: bool = True  # a failed check raises; otherwise it is counted and ends the request with "error"
     drafter: HostDrafter | None = None
+    adapters: Adapters | None = None  # LoRA adapters; None: this engine has no room for any
     elastic: Elastic | None = None  # decides each step's drafts; None: every row has as many as it may
     check_processor: Callable[[ProcessorUse], None] | None = None  # ValueError for one that cannot run; None: none can
     host_pages: tuple[int, ...] = ()  # of each group, in host memory, numbered 1..n; (): no tier
@@ -78,6 +80,10 @@ class HostLimits:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if not self.pages or min(self.pages) < 1 or any(w is not None and w < 1 for w in self.windows):
             raise ValueError(f"pages {self.pages}, windows {self.windows}: a group needs a page, a window a token")
+
+    def adapter(self, name: str) -> Adapter:
+        """Raises RequestError where it is not loaded."""
+        return (self.adapters or Adapters(0)).of(name)
 
     @property
     def kv_tokens(self) -> int:

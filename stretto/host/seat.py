@@ -44,6 +44,7 @@ def _ints(turn: Turn, lease: Lease, seam: int) -> list[int]:
         _alternatives(turn),  # LOGPROBS
         turn.next_score,  # SCORE_FROM
         seam,  # SEAM
+        job.adapter,  # ADAPTER
     ]
 
 

@@ -327,8 +327,8 @@ class Sessions:
         order = request.session
         assert order is not None
         if request.cache_salt != session.cache_salt:
-            raise RequestError(f"session {session.sid!r} was opened with another cache_salt: send that one with every"
-                               " turn", param="cache_salt", code="session_salt")
+            raise RequestError(f"session {session.sid!r} was opened with another cache_salt or adapter: send those"
+                               " with every turn", param="cache_salt", code="session_salt")
         if session.closing:
             raise RequestError(f"session {session.sid!r} is closing and takes no more turns", param="session_id",
                                code="session_closing")

@@ -34,6 +34,7 @@ class Job:
     seed: int  # unsigned 64 bits
     stop_ids: tuple[int, ...]
     scores_from: int = NEVER  # prompt log-probabilities from the logits of this position on
+    adapter: int = 0  # its number on the device; 0: none
     pool_bound: bool = False  # the limit is what the KV cache holds, less than what was asked
 
 

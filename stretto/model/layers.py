@@ -15,9 +15,10 @@ import torch.nn.functional as F
 
 from stretto.attn.api import Attend
 from stretto.model.config import ConfigError, RopeConfig
-from stretto.model.matrix import CudaMatrix, best_matrix
+from stretto.model.matrix import CudaMatrix, best_matrix, fixed_matrix
 from stretto.model.weights import Weights
 from stretto.ops.attend import StepAttention
+from stretto.ops.fixed import elementwise
 from stretto.ops.layer import GATES as ACTIVATIONS
 from stretto.ops.layer import HeadWeights, Rope, gate, rms_norm, rotate
 
@@ -30,9 +31,10 @@ class Linear:
     def __init__(self, w: Weights, parts: list[tuple[str, int]], inputs: int, bias: bool = False,
                  order: torch.Tensor | None = None):
         """`order` [rows] says which row of the checkpoint comes at each place; None: as they are."""
-        self._order = order
+        self._order, self._fixed = order, w.fixed
         weight = w.stack([(f"{name}.weight", rows) for name, rows in parts], inputs)
         self._parameters = weight, w.stack([(f"{name}.bias", rows) for name, rows in parts]) if bias else None
+        self._delta = w.adapters.declare(parts, inputs, order, w.dtype, w.device) if w.adapters is not None else None
         w.then(self._settle)
 
     def _settle(self) -> None:
@@ -40,26 +42,32 @@ class Linear:
             order = self._order.to(self._parameters[0].device)
             weight, bias = self._parameters
             self._parameters = weight[order], None if bias is None else bias[order]
-        self._matrix = best_matrix(*self._parameters)
+        self._matrix = (fixed_matrix if self._fixed else best_matrix)(*self._parameters)
         del self._parameters, self._order
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, inputs] -> [T, rows]."""
-        return self._matrix(x)
+        made = self._matrix(x)
+        return made if self._delta is None or not self._delta.active else self._delta.add_to(made, x)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual += self(x), in place; returns it."""
-        return self._matrix.add_to(residual, x)
+        made = self._matrix.add_to(residual, x)
+        return made if self._delta is None or not self._delta.active else self._delta.add_to(made, x)
 
     def normed(self, x: torch.Tensor, norm: RMSNorm, act: str | None = None) -> torch.Tensor:
         """self(norm(x)), on CUDA in fewer launches; with `act`, the gated halves of it, [T, rows / 2]."""
-        if isinstance(self._matrix, CudaMatrix):
+        if isinstance(self._matrix, CudaMatrix) and (self._delta is None or not self._delta.active):
             return self._matrix.normed(x, norm.weight, norm.eps, act)
         return self(norm(x)) if act is None else self.gated(norm(x), act)
 
     def gated(self, x: torch.Tensor, act: str) -> torch.Tensor:
         """x [T, inputs] -> act(first half) * second half, [T, rows / 2]."""
-        return gate(self(x), act)
+        made = self(x)
+        if self._fixed and not made.is_cuda:
+            first, second = made.chunk(2, dim=-1)
+            return elementwise(ACTIVATIONS[act], first).mul_(second)
+        return gate(made, act)
 
 
 class RMSNorm:
@@ -291,11 +299,12 @@ class Head:
             w.ignore(own)
         else:
             self.weight = w.take(own, *embedding.weight.shape)
+        self._fixed = w.fixed
         w.then(self._settle)
 
     def _settle(self) -> None:
         """A tied head may be packed as well: the embedding stays as it is, for its rows are looked up."""
-        self._matrix = best_matrix(self.weight)
+        self._matrix = (fixed_matrix if self._fixed else best_matrix)(self.weight)
         del self.weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -15,32 +15,43 @@ from stretto.model.api import CausalModel
 from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config, served_positions
 from stretto.model.dequantize import dequantized
 from stretto.model.gguf import GGUFSource, gguf_config
+from stretto.model.lora import AdapterBank
 from stretto.model.progress import LoadLog
 from stretto.model.registry import NATIVE, find_builder
 from stretto.model.source import SafetensorsSource, WeightSource, text_part
 from stretto.model.weights import Progress, Weights
 
+NO_ROOM = "{} runs through transformers' own modules, which have no room for LoRA adapters"
+
 
 def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None,
-               context: int | None = None) -> CausalModel:
+               context: int | None = None, fixed: bool = False,
+               adapters: AdapterBank | None = None) -> CausalModel:
     """Loads a model from an HF folder or a GGUF file.
 
     `context` is the number of positions that will be served; None: all that the model was trained for. It sizes the
     rotary table, and a longrope model uses its short frequencies only where it is at most the original context.
-    `progress` is called with (elements copied, elements in all); the log says it, too.
+    `progress` is called with (elements copied, elements in all); the log says it, too. `fixed`: results do not
+    depend on the batch, bit for bit. `adapters`: linear layers get room for LoRA adapters.
 
     Raises ConfigError for a configuration that cannot be served and WeightError for weights that do not fit it."""
     path, progress = Path(path), LoadLog(dtype.itemsize, progress)
     if path.suffix == ".gguf":
         source: WeightSource = GGUFSource(path)
-        return build_model(ModelConfig.from_hf(gguf_config(path)), source, dtype, device, progress, context)
+        return build_model(ModelConfig.from_hf(gguf_config(path)), source, dtype, device, progress, context, fixed,
+                           adapters)
     raw, generation = read_config(path)
     if find_builder(architecture_of(raw)) is None:
+        if fixed:
+            raise ConfigError(f"{architecture_of(raw)} runs through transformers' own modules, whose sums depend on the"
+                              " batch: it cannot be deterministic")
+        if adapters is not None:
+            raise ConfigError(NO_ROOM.format(architecture_of(raw)))
         from stretto.model.fallback import load_fallback  # imports transformers, which takes seconds
 
         return load_fallback(path, raw, generation, dtype=dtype, device=device, progress=progress, context=context)
     config = ModelConfig.from_hf(raw, generation)
-    return build_model(config, open_weights(path, config, dtype), dtype, device, progress, context)
+    return build_model(config, open_weights(path, config, dtype), dtype, device, progress, context, fixed, adapters)
 
 
 def open_weights(folder: Path, config: ModelConfig, dtype: torch.dtype | None = None) -> WeightSource:
@@ -59,15 +70,32 @@ def check_native(config: ModelConfig, source: WeightSource) -> None:
         weights.check()
 
 
+def adapter_values(path: Path, bank: AdapterBank) -> int:
+    """Numbers that the bank's matrices will hold for a model whose weights are not read. Raises ConfigError for a model
+    that has no room for adapters."""
+    if path.suffix == ".gguf":
+        config = ModelConfig.from_hf(gguf_config(path))
+        source: WeightSource = GGUFSource(path)
+    else:
+        raw, generation = read_config(path)
+        if architecture_of(raw) not in NATIVE:
+            raise ConfigError(NO_ROOM.format(architecture_of(raw)))
+        config = ModelConfig.from_hf(raw, generation)
+        source = open_weights(path, config)
+    NATIVE[config.architecture](config, Weights(source, torch.float32, torch.device("meta"), adapters=bank), 1)
+    return bank.values
+
+
 def build_model(config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device,
-                progress: Progress | None = None, context: int | None = None) -> CausalModel:
+                progress: Progress | None = None, context: int | None = None, fixed: bool = False,
+                adapters: AdapterBank | None = None) -> CausalModel:
     """A model of a known architecture with the weights of any source. Raises ConfigError and WeightError."""
     builder = find_builder(config.architecture)
     if builder is None:
         raise ConfigError(f"{config.architecture} has no native model here (there are {', '.join(NATIVE)}), and "
                           "only an HF folder can be served through transformers")
     context = served_positions(config.architecture, config.max_position, context)
-    weights = Weights(source, dtype, device)
+    weights = Weights(source, dtype, device, fixed, adapters)
     model = builder(config, weights, context)
     weights.fill(progress)
     return model

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from stretto.model.lora import AdapterBank
 from stretto.model.source import WeightError, WeightSource
 
 Progress = Callable[[int, int], None]  # (elements copied, elements in all)
@@ -33,9 +34,12 @@ class _Copy:
 class Weights:
     """What a model takes from a source. Parameters are filled by `fill`; until then they hold nothing."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device):
+    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device, fixed: bool = False,
+                 adapters: AdapterBank | None = None):
+        """`fixed`: what is made of these weights shall compute a row in one way, whatever the batch. `adapters`: where
+        linear layers get room for adapters."""
         self._source, self._names = source, frozenset(source.names())
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.fixed, self.adapters = dtype, device, fixed, adapters
         self._copies: list[_Copy] = []
         self._ignored: set[str] = set()
         self._after: list[Callable[[], None]] = []

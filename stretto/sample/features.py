@@ -26,6 +26,7 @@ class Features:
     scores_prompt: bool = False
     pools: bool = False  # it embeds
     speculation: int = 0
+    adapted: bool = False  # it has an adapter
     processors: frozenset[str] = frozenset()  # keys of custom ones
 
 
@@ -52,6 +53,7 @@ class StepShape:
     alternatives: int = -1
     scores_prompt: bool = False
     pools: bool = False
+    adapted: bool = False  # some rows have adapters
     masked: bool = False  # a grammar says what some rows may sample
     processors: tuple[str, ...] = ()  # keys of custom logit processors, in the order in which they act
     fixed: bool = False  # rounding may not depend on the batch
@@ -68,7 +70,7 @@ def step_shape(caps: list[int], rows: list[Features], draft_width: int, exact: b
         filtered=any(f.filtered for f in rows), penalised=any(f.penalised for f in rows),
         biased=any(f.biased for f in rows), restricted=any(f.restricted for f in rows),
         min_tokens=any(f.min_tokens for f in rows), alternatives=max(f.alternatives for f in rows),
-        scores_prompt=any(f.scores_prompt for f in rows), pools=any(f.pools for f in rows), masked=masked,
+        scores_prompt=any(f.scores_prompt for f in rows), pools=any(f.pools for f in rows), adapted=any(f.adapted for f in rows), masked=masked,
         processors=in_order(custom))
 
 
@@ -109,4 +111,4 @@ def _features(ints: np.ndarray, reals: np.ndarray, biased: bool, restricted: boo
                     restricted=restricted,
                     min_tokens=bool(ints[Int.FIRST_STOP] > ints[Int.PROMPT]), alternatives=int(ints[Int.LOGPROBS]),
                     scores_prompt=bool(ints[Int.SCORE_FROM] != NEVER), pools=bool(ints[Int.GOAL] >= Goal.EMBED),
-                    speculation=int(ints[Int.SPECULATION]))
+                    speculation=int(ints[Int.SPECULATION]), adapted=bool(ints[Int.ADAPTER] > 0))
