@@ -31,8 +31,8 @@ class HostPages:
 
     def __init__(self, tensors: Sequence[Sequence[torch.Tensor]], counts: Sequence[int], device: torch.device):
         self.device = device
-        self._rows = [[_as_bytes(tensor) for tensor in of_group] for of_group in tensors]
-        self.page_bytes = tuple(sum(rows.shape[1] for rows in of_group) for of_group in self._rows)
+        self._rows = [[_as_words(tensor) for tensor in of_group] for of_group in tensors]
+        self.page_bytes = tuple(sum(_aligned(_row_bytes(rows)) for rows in of_group) for of_group in self._rows)
         self.memory = [_host_memory((count + 1, size), device) for count, size in zip(counts, self.page_bytes)]
         self._staging = torch.empty(max(STAGING_BYTES, *self.page_bytes), dtype=torch.uint8, device=device)
 
@@ -65,11 +65,12 @@ class HostPages:
             yield slice(start, start + count), self._staging[: count * size].view(count, size)
 
     def _columns(self, group: int, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor of the group, as bytes, with its columns of the staging memory."""
+        """Each tensor of the group, as words, with its columns of the staging memory."""
         at = 0
         for rows in self._rows[group]:
-            yield rows, staging[:, at : at + rows.shape[1]]
-            at += rows.shape[1]
+            size = _row_bytes(rows)
+            yield rows, staging[:, at : at + size].view(rows.dtype)
+            at += _aligned(size)
 
     def _index(self, pages: Sequence[int]) -> torch.Tensor:
         index = torch.tensor(pages, dtype=torch.int64)
@@ -84,9 +85,23 @@ class HostPages:
         self.memory = []
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """[pages, bytes of a page], of the same memory."""
-    return tensor.view(len(tensor), -1).view(torch.uint8)
+WORD = 8  # bytes that a thread of the GPU moves at once, where pages are whole numbers of them
+
+
+def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """[pages, words of a page], of the same memory, in the widest words that fit."""
+    rows = tensor.view(len(tensor), -1)
+    size = _row_bytes(rows)
+    fits = [dtype for dtype in (torch.int64, torch.int32, torch.int16) if size % dtype.itemsize == 0]
+    return rows.view(next((dtype for dtype in fits if dtype.itemsize >= rows.dtype.itemsize), torch.uint8))
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[1] * rows.element_size()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // WORD) * WORD
 
 
 def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -58,7 +58,7 @@ class Counters:
     turns_beside: int = 0  # that ran without their session, which was busy
     turns_rolled_back: int = 0  # of sessions
     turns_kept: int = 0  # aborted, but what was received stays
-    recomputed_tokens: int = 0  # of sessions' histories, whose KV had been taken
+    recomputed_tokens: int = 0  # of sessions' histories and of retracted turns, whose KV had gone
     faults: int = 0  # requests ended by a failed check, of engines that serve on
     broken_books: int = 0  # steps after which the pages did not add up
 

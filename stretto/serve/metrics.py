@@ -34,6 +34,11 @@ COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "retractions": (("vllm:num_preemptions",), "Running choices put back to make room"),
     "drafted": (("vllm:spec_decode_num_draft_tokens",), "Draft tokens verified"),
     "accepted": (("vllm:spec_decode_num_accepted_tokens",), "Draft tokens accepted"),
+    "recomputed_tokens": ((), "Tokens of sessions and retracted choices whose KV had gone and was computed again"),
+    "host_saved_tokens": ((), "Tokens whose KV was copied to host memory when it left the device"),
+    "host_restored_tokens": (("vllm:external_prefix_cache_hits",), "Tokens whose KV was copied back, not computed"),
+    "host_declined_tokens": ((), "Tokens that host memory held and that were computed, since that took less time"),
+    "host_forgotten_tokens": ((), "Tokens whose copy in host memory made room for others, or was flushed"),
     "elastic_predicted_seconds": ((), "What the cost model said that steps would take"),
     "elastic_measured_seconds": ((), "What those steps took"),
     "elastic_plain_seconds": ((), "What the same tokens would have taken without drafts, by the cost model"),
@@ -43,6 +48,11 @@ COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
 GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "running": (("vllm:num_requests_running",), "Choices in the batch"),
     "waiting": (("vllm:num_requests_waiting",), "Choices waiting for a place in the batch"),
+    "host_bytes_used": ((), "Bytes of host memory that hold copies of KV"),
+    "host_bytes_total": ((), "Bytes of host memory for copies of KV"),
+    "host_save_bytes_per_second": ((), "How fast KV is copied to host memory, measured; 0: not yet"),
+    "host_restore_bytes_per_second": ((), "How fast KV is copied back, measured; 0: not yet"),
+    "prefill_tokens_per_second": ((), "How fast steps feed prompts, measured for the host tier; 0: not yet"),
     "kv_usage": (("vllm:kv_cache_usage_perc",), "Share of KV pages in use, 0 to 1"),
 }
 # Engine counters that are one fact with a label: family -> (label, {value: engine's name}, text)
