@@ -38,8 +38,8 @@ def test_other_engines_flags(theirs: str, ours: str):
 @pytest.mark.parametrize(("theirs", "reasons", "accepted"), [
     ("serve m --kv-cache-dtype fp8 --context-length 4096", ["--kv-cache-dtype"], "serve m --max-model-len 4096"),
     ("serve m --trust-remote-code --port 3", ["--trust-remote-code"], "serve m --port 3"),
-    ("serve m --enable-lora --lora-modules a=b --tp 2 --speculative-eagle-topk=4",
-     ["--enable-lora", "--lora-modules", "--speculative-eagle-topk"], "serve m --tensor-parallel-size 2"),
+    ("serve m --swap-space 4 --hf-overrides {} --tp 2 --speculative-eagle-topk=4",
+     ["--swap-space", "--hf-overrides", "--speculative-eagle-topk"], "serve m --tensor-parallel-size 2"),
 ])
 def test_a_refusal_prints_the_nearest_command_line(theirs: str, reasons: list[str], accepted: str):
     with pytest.raises(UsageError) as refused:
@@ -136,7 +136,7 @@ def test_file(tmp_path: Path):
 
 @pytest.mark.parametrize(("text", "message"), [
     ("max-model-length: 3", "unknown setting 'max-model-length'; did you mean max_model_len?"),
-    ("- a\n- b", "it must hold settings"), ("a: [", "is not YAML"), ("enable-lora: true", "there are no LoRA adapters"),
+    ("- a\n- b", "it must hold settings"), ("a: [", "is not YAML"), ("swap-space: 4", "are computed again"),
     ("enable-mixed-chunk: false", "can only be true; use mixed-chunk"), ("model: a\nmodel-path: b", "sets model twice"),
 ])
 def test_bad_files(tmp_path: Path, text: str, message: str):
