@@ -30,7 +30,9 @@ class Batch:
     mask: torch.Tensor | None  # [B, 1, Q, C] bool; None: all cells of one query, or causal as said
     causal: bool  # one row from position 0 whose queries are all its cells
     cells: int  # cells of the gathered pages that may be read; the rest is cut off before attending
-    where: torch.Tensor | None  # [B, Q] bool, the real queries; None: all
+    skipped: int = 0  # cells of the gathered pages before those
+    where: torch.Tensor | None = None  # [B, Q] bool, the real queries; None: all
+    held: tuple[int, int] | None = None  # only cells of this span hold something; others count as zeros
 
 
 class TorchRagged:
@@ -64,7 +66,7 @@ class TorchRagged:
         causal = len(rows) == 1 and base[rows[0]] == 0 and (window is None or most <= window)
         mask = None if causal else _mask(step, index, offset, first_page, cells, window)
         where = offset < step.q_len[index][:, None] if min(q_len[r] for r in rows) < most else None
-        return Batch(tokens, pages, mask, causal, cells, where)
+        return Batch(tokens, pages, mask, causal, cells, where=where)
 
     def attend(self, layer: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep,
                group: int, meta: object, sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -107,7 +109,11 @@ def _gather(cache: torch.Tensor, batch: Batch) -> torch.Tensor:
     """[B, Hkv, C, D], a view of the gathered pages."""
     rows, pages = batch.pages.shape
     gathered = cache.index_select(0, batch.pages.flatten()).view(rows, pages * cache.shape[1], *cache.shape[2:])
-    return gathered[:, : batch.cells].transpose(1, 2)
+    gathered = gathered[:, batch.skipped : batch.skipped + batch.cells]
+    if batch.held is not None:
+        gathered[:, : batch.held[0]] = 0
+        gathered[:, batch.held[1] :] = 0
+    return gathered.transpose(1, 2)
 
 
 def _attend(layer: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,

@@ -22,6 +22,7 @@ class CausalModel(Protocol):
     dtype: torch.dtype
     device: torch.device
     graphs: bool  # forward and logits may be captured in a CUDA graph; a model without the attribute may not
+    fixed: bool  # rounding does not depend on the batch; a model without the attribute promises nothing
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend,
                 taps: dict[str, torch.Tensor] | None = None) -> torch.Tensor:

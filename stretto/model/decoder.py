@@ -148,7 +148,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, w: Weights, context: int, style: Style):
         c = config
-        self.config, self.style, self.dtype, self.device = c, style, w.dtype, w.device
+        self.config, self.style, self.dtype, self.device, self.fixed = c, style, w.dtype, w.device, w.fixed
         self.vocab_size, self.hidden_size, self.max_position = c.vocab_size, c.hidden_size, context
         scale = c.head_dim**-0.5 if style.scale is None else style.scale
         self.layers = tuple(LayerSpec(c.n_heads, c.n_kv_heads, c.head_dim, scale, window, style.softcap, style.sinks)

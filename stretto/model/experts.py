@@ -9,14 +9,16 @@ CPUs each expert is a packed matrix, as in `matrix.py`; on CUDA all are one laun
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
 
 from stretto.model.config import ConfigError
 from stretto.model.layers import Linear
-from stretto.model.matrix import Matrix, best_matrix
+from stretto.model.matrix import Matrix, best_matrix, fixed_matrix
 from stretto.model.weights import Weights
+from stretto.ops.fixed import by_rows
 from stretto.ops.grouped import Groups, combine, group_by_expert, grouped_linear
 
 Route = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]  # logits [T, E], K -> weights, experts [T, K]
@@ -40,7 +42,7 @@ class ExpertWeights:
     def __init__(self, w: Weights, weight: torch.Tensor, bias: torch.Tensor | None = None,
                  settle: Callable[[torch.Tensor], torch.Tensor] | None = None):
         """`settle` turns what the checkpoint holds, once filled, into [E, rows, ...]."""
-        self._weight, self._bias, self._settle = weight, bias, settle
+        self._weight, self._bias, self._settle, self.fixed = weight, bias, settle, w.fixed
         self._matrices: list[Matrix] | None = None
         w.then(self._prepare)
 
@@ -49,7 +51,8 @@ class ExpertWeights:
             self._weight = self._settle(self._weight).contiguous()
             self._bias = None if self._bias is None else self._settle(self._bias[..., None])[..., 0].contiguous()
         if self._weight.device.type == "cpu":
-            self._matrices = [best_matrix(weight, None if self._bias is None else self._bias[e])
+            matrix = fixed_matrix if self.fixed else best_matrix
+            self._matrices = [matrix(weight, None if self._bias is None else self._bias[e])
                               for e, weight in enumerate(self._weight)]
             del self._weight
 
@@ -57,7 +60,7 @@ class ExpertWeights:
                  out: torch.Tensor) -> torch.Tensor:
         """As `ops.grouped.grouped_linear`."""
         if self._matrices is None:
-            return grouped_linear(x, self._weight, self._bias, bounds, rows_in, rows_out, out)
+            return grouped_linear(x, self._weight, self._bias, bounds, rows_in, rows_out, out, self.fixed)
         edges = bounds.tolist()
         for matrix, (start, end) in zip(self._matrices, pairwise(edges), strict=True):
             if start < end:
@@ -72,7 +75,8 @@ class ExpertMLP:
                  n_experts: int, chosen: int, inner: int):
         if not 1 <= chosen <= n_experts:
             raise ConfigError(f"num_experts_per_tok is {chosen}; it must be 1 to the number of experts, {n_experts}")
-        self._router, self._gate_up, self._down, self._gate, self._route = router, gate_up, down, gate, route
+        self._router, self._gate_up, self._down, self._route = router, gate_up, down, route
+        self._gate = partial(by_rows, gate) if gate_up.fixed else gate
         self.n_experts, self.chosen, self.inner = n_experts, chosen, inner
 
     def __call__(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:

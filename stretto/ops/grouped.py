@@ -19,6 +19,9 @@ import torch
 import torch.nn.functional as F
 
 
+FIXED_ROWS = 64  # of a block, where rounding may not depend on the batch
+
+
 @dataclass(frozen=True)
 class Groups:
     """Slots in the order of their experts. N = T * K slots, E experts."""
@@ -63,13 +66,15 @@ def grouped_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, bounds: torch.Tensor,
-                   rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """As the reference. ValueError for a layout that the kernel cannot read."""
+                   rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor,
+                   fixed: bool = False) -> torch.Tensor:
+    """As the reference. `fixed`: blocks of one size, so that rounding does not depend on the batch. ValueError for a
+    layout that the kernel cannot read."""
     if not x.is_cuda:
         return grouped_linear_reference(x, weight, bias, bounds, rows_in, rows_out, out)
     from stretto.ops.triton_grouped import launch_grouped
 
-    return launch_grouped(x, weight, bias, bounds, rows_in, rows_out, out)
+    return launch_grouped(x, weight, bias, bounds, rows_in, rows_out, out, FIXED_ROWS if fixed else None)
 
 
 def combine_reference(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

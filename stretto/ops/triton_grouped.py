@@ -80,14 +80,15 @@ INTERPRETED = isinstance(grouped_kernel, InterpretedFunction)
 
 
 def launch_grouped(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, bounds: torch.Tensor,
-                   rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Arguments as `grouped_linear`. ValueError for tensors that are not contiguous."""
+                   rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor,
+                   block_rows: int | None = None) -> torch.Tensor:
+    """Arguments as `grouped_linear`; block_rows: of every block, None: as suits the number of places. ValueError for tensors that are not contiguous."""
     if not (weight.is_contiguous() and out.is_contiguous() and x.stride(1) == 1):
         raise ValueError(f"weights and output must be contiguous, rows of x too; strides are {weight.stride()}, "
                          f"{out.stride()} and {x.stride()}: call contiguous()")
     n_experts, n, inputs = weight.shape
     places = len(rows_in)
-    bm = min(max(16, triton.next_power_of_2(-(-places // n_experts))), 128)
+    bm = block_rows or min(max(16, triton.next_power_of_2(-(-places // n_experts))), 128)
     bn, bk = (64, 32) if x.dtype is torch.float32 else (128, 64)
     blocks = min(-(-places // bm) + n_experts, places)  # every block but one an expert is full, and none is empty
     if blocks == 0:

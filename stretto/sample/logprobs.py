@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from stretto.ops.fixed import by_rows
 
-def token_scores(logits: torch.Tensor, ids: torch.Tensor, alternatives: int) -> torch.Tensor:
+
+def token_scores(logits: torch.Tensor, ids: torch.Tensor, alternatives: int, fixed: bool = False) -> torch.Tensor:
     """logits [N, V] float32, ids [N]. Returns [N, 1 + 2 * alternatives] int32: the bits of the id's log-probability,
-    the ids of the best alternatives, and the bits of theirs, best first."""
+    the ids of the best alternatives, and the bits of theirs, best first. `fixed`: rounded alike in any batch."""
+    if fixed:
+        return by_rows(partial(token_scores, alternatives=alternatives), logits, ids)
     total = logits.logsumexp(-1, keepdim=True)
     own = logits.gather(1, ids[:, None]) - total
     parts = [own.view(torch.int32)]

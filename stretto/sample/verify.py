@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from stretto.device.slots import SlotTable
+from stretto.ops.fixed import by_rows
 from stretto.ragged import RaggedStep
 from stretto.sample.features import StepShape
 from stretto.sample.processors import (
@@ -88,6 +89,13 @@ def sample(logits: torch.Tensor, where: Positions, shape: StepShape) -> torch.Te
     """One id a logit row. logits [L, V], processed. Returns [L] int64."""
     if not shape.sampled:
         return greedy(logits)
+    if shape.fixed:
+        places = torch.arange(len(logits), device=logits.device)
+        return by_rows(lambda part, index: _drawn(part, where.take(index), shape), logits, places)
+    return _drawn(logits, where, shape)
+
+
+def _drawn(logits: torch.Tensor, where: Positions, shape: StepShape) -> torch.Tensor:
     kinds = _kinds(where)
     if logits.device.type == "cpu":
         return _sample_by_kind(logits, where, kinds)

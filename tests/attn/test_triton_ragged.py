@@ -123,6 +123,25 @@ def test_a_token_does_not_depend_on_the_batch():
         assert torch.equal(single[0], out[last])
 
 
+@pytest.mark.parametrize("window", [None, 18])
+def test_with_fixed_sums_a_token_does_not_know_its_row(window):
+    """Bit for bit: inside a chunk, decoded alone, in a larger bucket, as the last of a verify window."""
+    case = make_case(spec(window=window), [40, 1, 3, 0, 9], [70, 64, 50, 0, 131], device=DEVICE)
+    backend = TritonRagged(DEVICE, torch.float32, INTERPRETER, fixed=True)
+
+    def attend(step, q):
+        plan = backend.metadata(step, 0, case.layer)
+        return backend.attend(case.layer, q, case.k_cache, case.v_cache, step, 0, plan)
+
+    whole = attend(case.step, case.q)
+    assert torch.allclose(whole, run(case), atol=1e-5)
+    for row, back, count in ((0, 1, 1), (0, 17, 1), (0, 20, 6), (0, 39, 1), (2, 1, 1), (4, 3, 2), (4, 1, 1)):
+        end = int(case.step.cu_q[row + 1]) - back + 1
+        kv = int(case.step.kv_len[row]) - back + 1
+        step = make_step([count], [kv], case.step.page_tables[0].cpu(), [int(case.step.slots[row])], 16, device=DEVICE)
+        assert torch.equal(attend(step, case.q[end - count : end]), whole[end - count : end]), (row, back)
+
+
 def test_layers_use_one_plan_in_turn():
     """The counters of a launch are set back: the second layer finds the plan as the first did."""
     case = make_case(spec(), KIT_Q, KIT_KV, device=DEVICE)

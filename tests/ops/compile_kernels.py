@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from stretto.ops import skinny, triton_layer, triton_skinny, triton_step
+from stretto.ops import skinny, triton_fixed, triton_layer, triton_skinny, triton_step
 
 DATA = ("x", "w", "norm", "bias", "out", "weight", "gate_up", "q_weight", "k_weight", "k_cache", "v_cache")
 FLOATS = ("table", "reals", "logits", "values", "partial")
@@ -66,6 +66,14 @@ def skinny_kernels(arch: int, pdl: bool):
                                UPCAST=False), blocks.warps, arch, {})
 
 
+def fixed_kernels(arch: int, pdl: bool):
+    for bits, kind in ((16, "*bf16"), (32, "*fp32")):
+        sizes = dict(BM=triton_fixed.ROWS, BN=triton_fixed.OUTPUTS, BK=triton_fixed.INPUTS * 16 // bits, BIAS=True,
+                     PDL=pdl, PRECISION="tf32" if bits == 16 else "ieee", UPCAST=False)
+        yield f"fixed product of {bits} bits", build(triton_fixed.fixed_kernel, sizes, 4, arch,
+                                                     {name: kind for name in ("x", "w", "bias", "out")})
+
+
 def step_kernels(arch: int, pdl: bool):
     yield "lengths", build(triton_step.lengths_kernel, dict(ROWS=256, PDL=pdl), 4, arch, {})
     sizes = dict(PAGE=16, STEPS=9, CELLS_ONLY=False, ITEMS=128, PDL=pdl)
@@ -85,7 +93,7 @@ def main() -> None:
     parser.add_argument("arch", type=int)
     arch = parser.parse_args().arch
     torch.set_num_threads(1)
-    for kernels in (layer_kernels, skinny_kernels, step_kernels):
+    for kernels in (layer_kernels, skinny_kernels, fixed_kernels, step_kernels):
         for name, shared in kernels(arch, arch >= 90):
             print(json.dumps({name: shared}))
 
