@@ -13,6 +13,7 @@ from starlette.responses import Response
 from stretto import __version__
 from stretto.protocol import AsyncEngine
 from stretto.serve import errors, operations
+from stretto.serve.adapters import adapters
 from stretto.serve.bodies import described
 from stretto.serve.calls import accept, answer, make_generation, prepare_chat
 from stretto.serve.chat import chat_completion, chat_events
@@ -50,7 +51,8 @@ def build_app(engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSet
     errors.install(app)
     for router in (inference(service), responses(service), messages(service), native(service), embeddings(service),
                    operations.probes(service), operations.facts(service), operations.tokens(service),
-                   operations.aborts(service), control(service), traces(service), sessions(service), page()):
+                   operations.aborts(service), control(service), traces(service), sessions(service), adapters(service),
+                   page()):
         app.include_router(router)
     app.openapi = complete_openapi(app)  # type: ignore[method-assign]
     if settings.api_keys or settings.admin_keys:

@@ -165,8 +165,8 @@ async def chat_completion(service: Service, generation: Generation) -> ChatCompl
         message = _message(reader.read("".join(answer.text), True))
         choices.append(ChatChoice(index, message, logprobs, reader.finish_reason(answer.finish_reason),
                                   answer.stop_reason, answer.token_ids if wants.ids else UNSET))
-    out = ChatCompletion(f"chatcmpl-{generation.id}", generation.created, service.names[0], choices,
-                         total_usage(answers.usages, generation.requests))
+    out = ChatCompletion(f"chatcmpl-{generation.id}", generation.created, generation.adapter or service.names[0],
+                         choices, total_usage(answers.usages, generation.requests))
     if generation.body.prompt_logprobs is not None:
         out.prompt_logprobs = shaper.prompt(answers.prompt_logprobs.get(0, []))
     if wants.ids:
@@ -183,7 +183,8 @@ class _ChunkMaker:
         self.readers = [_Reader(generation.reply) for _ in range(generation.choices)]
 
     def chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
-        out = ChatChunk(f"chatcmpl-{self.generation.id}", self.generation.created, self.service.names[0], choices)
+        out = ChatChunk(f"chatcmpl-{self.generation.id}", self.generation.created,
+                        self.generation.adapter or self.service.names[0], choices)
         if self.wants.usage_always:
             out.usage = total_usage(self.usages, self.generation.requests)
         elif self.wants.usage_chunk:

@@ -60,7 +60,8 @@ class _Maker:
         self.usages: dict[tuple[int, int], Usage] = {}
 
     def envelope(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(f"cmpl-{self.generation.id}", self.generation.created, self.service.names[0], choices)
+        return Completion(f"cmpl-{self.generation.id}", self.generation.created,
+                          self.generation.adapter or self.service.names[0], choices)
 
     def prompt_text(self, prompt: int) -> str:
         """The prompt as it was given; of ids, what they decode to."""

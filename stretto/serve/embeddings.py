@@ -50,7 +50,7 @@ def embeddings(service: Service) -> APIRouter:
         async def run() -> Any:
             vectors = await call.vectors(body.input, body.dimensions)
             shown = vectors.tolist() if body.encoding_format != "base64" else [_base64(vector) for vector in vectors]
-            return {"object": "list", "model": service.names[0], "usage": call.usage, "data": [
+            return {"object": "list", "model": call.body.model or service.names[0], "usage": call.usage, "data": [
                 {"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(shown)]}
 
         return await call.answer(run())
@@ -68,7 +68,7 @@ def embeddings(service: Service) -> APIRouter:
             vectors = await call.vectors([*left, *right])
             scores = (vectors[: len(left)] * vectors[len(left) :]).sum(1).tolist()
             return {"object": "list", "id": f"score-{call.id}", "created": int(time.time()),
-                    "model": service.names[0], "usage": call.usage, "data": [
+                    "model": call.body.model or service.names[0], "usage": call.usage, "data": [
                         {"object": "score", "index": i, "score": one} for i, one in enumerate(scores)]}
 
         return await call.answer(run())
@@ -87,7 +87,8 @@ def embeddings(service: Service) -> APIRouter:
             if body.return_documents is not False:
                 for result in results:
                     result["document"] = {"text": body.documents[result["index"]]}
-            return {"id": f"rerank-{call.id}", "model": service.names[0], "usage": call.usage, "results": results}
+            return {"id": f"rerank-{call.id}", "model": call.body.model or service.names[0], "usage": call.usage,
+                    "results": results}
 
         return await call.answer(run())
 
@@ -155,6 +156,7 @@ class _Call:
         """Through the gate of completions: the same limits, prompts and refusals."""
         service, body = self._service, self.body
         fields = {"prompt": given, "max_tokens": 0, "request_id": body.request_id, "cache_salt": body.cache_salt,
+                  "model": body.model,
                   "priority": body.priority, "timeout": body.timeout,
                   "truncate_prompt_tokens": body.truncate_prompt_tokens, "add_special_tokens": body.add_special_tokens}
         try:

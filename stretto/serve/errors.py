@@ -82,7 +82,7 @@ class JSONResponse(Response):
 
 
 REFUSALS = {"session_busy": 409, "session_closing": 409, "session_exists": 409, "session_not_found": 404,
-            "session_turn_not_found": 404, "too_many_sessions": 429,
+            "session_turn_not_found": 404, "model_not_found": 404, "too_many_sessions": 429,
             "logit_processor_failed": 500}  # codes of RequestError that are not 400
 
 

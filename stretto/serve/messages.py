@@ -65,7 +65,7 @@ def failure_event(error: ApiError) -> bytes:
 
 
 async def _whole(service: Service, generation: Generation) -> dict[str, Any]:
-    builder = MessageBuilder(service.names[0], len(generation.requests[0].tokens))
+    builder = MessageBuilder(generation.adapter or service.names[0], len(generation.requests[0].tokens))
     for chunk in as_chunks(await whole_answer(service, generation)):
         builder.take(chunk)
     builder.finish()
@@ -73,7 +73,7 @@ async def _whole(service: Service, generation: Generation) -> dict[str, Any]:
 
 
 async def _events(service: Service, generation: Generation) -> AsyncGenerator[bytes, None]:
-    builder, opened = MessageBuilder(service.names[0], len(generation.requests[0].tokens)), False
+    builder, opened = MessageBuilder(generation.adapter or service.names[0], len(generation.requests[0].tokens)), False
     async with contextlib.aclosing(answer_chunks(service, generation)) as chunks:
         try:
             async for chunk in chunks:

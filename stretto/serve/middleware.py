@@ -15,7 +15,8 @@ from stretto.serve.metrics import ServerMetrics
 
 OPEN_PATHS = frozenset(("/health", "/livez", "/readyz", "/startupz", "/ping", "/metrics", "/"))  # probes have no keys
 OPEN_FOLDER = "/page/"  # the page's own files; what it shows of the server needs a key
-ADMIN_PATHS = frozenset(("/flush_cache", "/start_profile", "/stop_profile"))
+ADMIN_PATHS = frozenset(("/flush_cache", "/start_profile", "/stop_profile", "/v1/load_lora_adapter",
+                         "/load_lora_adapter", "/v1/unload_lora_adapter", "/unload_lora_adapter"))
 MAX_ID_LENGTH = 256
 
 

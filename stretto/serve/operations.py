@@ -53,19 +53,24 @@ def facts(service: Service) -> APIRouter:
     """What is served, and how."""
     router = APIRouter(tags=["information"])
 
-    def card(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": service.started, "owned_by": "stretto", "parent": None,
-                "root": service.info.model_name, "max_model_len": service.info.max_model_len}
+    def cards() -> dict[str, dict[str, Any]]:
+        """Names of the model, then of its LoRA adapters."""
+        usual = {"object": "model", "created": service.started, "owned_by": "stretto", "parent": None,
+                 "root": service.info.model_name, "max_model_len": service.info.max_model_len}
+        own = {name: {"id": name, **usual} for name in service.names}
+        return own | {name: {"id": name, **usual, "parent": service.names[0], "root": path}
+                      for name, path in service.info.adapters.items()}
 
     @router.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [card(name) for name in service.names]})
+        return JSONResponse({"object": "list", "data": list(cards().values())})
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
-        if model not in service.names:
-            raise model_not_found(model, service.names)
-        return JSONResponse(card(model))
+        found = cards()
+        if model not in found:
+            raise model_not_found(model, found)
+        return JSONResponse(found[model])
 
     @router.get("/version")
     async def version() -> Response:

@@ -103,7 +103,7 @@ class _Call:
         fields = to_chat(body, self._messages)
         fields.setdefault("request_id", self.id)
         self.chat = chat_body(fields, CHAT_NAMES)
-        self._builder = ResponseBuilder(self.id, body, service.names[0])
+        self._builder = ResponseBuilder(self.id, body, service.adapter(body.model) or service.names[0])
 
     async def whole(self, service: Service, generation: Generation) -> dict[str, Any]:
         for chunk in as_chunks(await whole_answer(service, generation)):

@@ -436,8 +436,22 @@ class SessionBody(Body):
     ttl: Annotated[Seconds | None, Field(description="seconds idle until it closes")] = None
     capacity: Annotated[Integer | None, Field(ge=2, description="most tokens of its history")] = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    model: Annotated[str | None, Field(description="the model or LoRA adapter that will answer its turns")] = None
     branch_from: Annotated[str | None, Field(description="an idle session with whose history it starts")] = None
     offset: Annotated[Integer | None, Field(ge=1, description="how many tokens of that history")] = None
+
+
+class LoadAdapterBody(Body):
+    """POST /v1/load_lora_adapter"""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256, description="by which requests name it as model")]
+    lora_path: Annotated[str, Field(min_length=1, description="a folder on the server, in PEFT's layout")]
+
+
+class UnloadAdapterBody(Body):
+    """POST /v1/unload_lora_adapter"""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class RewindBody(Body):

@@ -69,6 +69,10 @@ class Generation:
     aborted: bool = False
 
     @property
+    def adapter(self) -> str | None:
+        return self.requests[0].adapter
+
+    @property
     def choices(self) -> int:
         """Per prompt."""
         return self.requests[0].sampling.n
@@ -106,8 +110,12 @@ class Service:
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
-            raise model_not_found(name, self.names)
+        if name is not None and name not in self.names and name not in self.info.adapters:
+            raise model_not_found(name, [*self.names, *self.info.adapters])
+
+    def adapter(self, name: str | None) -> str | None:
+        """The LoRA adapter that a checked model name stands for; None: the model itself."""
+        return name if name is not None and name not in self.names else None
 
     def check_open(self) -> None:
         if self.draining:
@@ -171,7 +179,8 @@ class Service:
             tokens = prompt[-keep:] if keep else prompt
             fitted = fit_max_tokens(sampling, body, len(tokens), self.info.max_model_len)
             requests.append(Request(rid=id if len(prompts) == 1 else f"{id}-{i}", tokens=tokens, sampling=fitted,
-                                    priority=body.priority or 0, cache_salt=body.cache_salt or "", arrival=arrival))
+                                    priority=body.priority or 0, cache_salt=body.cache_salt or "", arrival=arrival,
+                                    adapter=self.adapter(body.model)))
         return requests
 
     async def check_grammars(self, generation: Generation) -> None:

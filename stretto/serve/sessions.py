@@ -164,8 +164,10 @@ def sessions(service: Service) -> APIRouter:
         if body.branch_from is None:
             if body.offset is not None:
                 raise bad_request("offset is where a branch begins: give branch_from", "offset")
+            service.check_model(body.model)
             found = await service.engine.manage(OpenSession(sid=sid, cache_salt=body.cache_salt or "", ttl=body.ttl,
-                                                            capacity=body.capacity))
+                                                            capacity=body.capacity,
+                                                            adapter=service.adapter(body.model)))
         else:
             found = await service.engine.manage(BranchSession(body.branch_from, sid, body.offset))
         return JSONResponse(shown(found[0]), headers=ignored_header(ignored))
