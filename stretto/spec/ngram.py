@@ -29,6 +29,14 @@ class NgramDrafter:
 
     def propose(self, step: RaggedStep, view: SlotView, width: int) -> Offer:
         width = min(width, self.caps.max_width)
+        if view.log.is_cuda:
+            from stretto.ops.triton_ngram import launch_ngram
+
+            return Offer(*launch_ngram(view.log, step.slots, view.known, width, self.longest, self.shortest))
+        return self.propose_reference(step, view, width)
+
+    def propose_reference(self, step: RaggedStep, view: SlotView, width: int) -> Offer:
+        """In torch's operations."""
         log, known = view.log[step.slots], view.known[step.slots].long()
         follow, length = _longest_match(log, known, self.longest, self.shortest)
         place = follow[:, None] + torch.arange(width, device=log.device)

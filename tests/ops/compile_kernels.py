@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from stretto.ops import skinny, triton_fixed, triton_layer, triton_skinny, triton_step
+from stretto.ops import skinny, triton_fixed, triton_layer, triton_ngram, triton_skinny, triton_step
 
 DATA = ("x", "w", "norm", "bias", "out", "weight", "gate_up", "q_weight", "k_weight", "k_cache", "v_cache")
 FLOATS = ("table", "reals", "logits", "values", "partial")
@@ -85,6 +85,8 @@ def step_kernels(arch: int, pdl: bool):
                                  {"ids": "*i32", "out": "*i64"})
     yield "judge", build(triton_step.judge_kernel, dict(WIDTH=8, STOPS=64, PDL=pdl), 1, arch, {})
     yield "commit", build(triton_step.commit_kernel, dict(WIDTH=8, PDL=pdl), 1, arch, {})
+    yield "n-gram", build(triton_ngram.ngram_kernel, dict(LONGEST=4, SHORTEST=2, WIDTH=8, BLOCK=2048, PDL=pdl), 8, arch,
+                          {"known_of": "*i32", "offered": "*i32"})
     yield "pack", build(triton_step.pack_kernel, dict(WIDTH=8, OFFERS=8, PDL=pdl), 1, arch, {"out": "*i32"})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -30,6 +32,27 @@ def test_finds_the_longest_then_the_latest_occurrence(rows: list[list[int]], sho
         end, n = search(ids, 4, shortest)
         assert int(length[r]) == n
         assert n == 0 or int(follow[r]) == end
+
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(("longest", "shortest", "width"), [(4, 2, 5), (3, 1, 4), (5, 3, 1)])
+@pytest.mark.parametrize("block", [8, 64])
+def test_the_kernel_offers_what_the_reference_does(monkeypatch, longest: int, shortest: int, width: int,
+                                                   block: int) -> None:
+    triton_ngram = pytest.importorskip("stretto.ops.triton_ngram")
+    monkeypatch.setattr(triton_ngram, "BLOCK", block)
+    g = torch.Generator().manual_seed(longest)
+    log = torch.randint(0, 3, (12, 40), generator=g, dtype=torch.int32).to(DEVICE)
+    known = torch.tensor([0, 1, 2, 3, 5, 8, 13, 21, 33, 38, 39, 40], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([0, 11, 3, 7, 7, 1, 2, 4, 5, 6, 8, 9, 10], device=DEVICE)
+    ids, offered = triton_ngram.launch_ngram(log, slots, known, width, longest, shortest)
+    view = SimpleNamespace(log=log, known=known)
+    want = NgramDrafter(width, longest, shortest).propose_reference(SimpleNamespace(slots=slots), view, width)
+    assert offered.tolist() == want.width.tolist() and max(offered.tolist()) == width
+    for row, n in enumerate(offered.tolist()):
+        assert ids[row, :n].tolist() == want.ids[row, :n].tolist()
 
 
 def test_registry_names_what_it_does_not_know() -> None:
