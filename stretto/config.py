@@ -44,6 +44,7 @@ LEAST_STEP_TOKENS = 64
 LEAST_CONTEXT = 64
 SCRATCH_SHARE = 0.25  # most of the memory left by the weights that step buffers take, where the sizes were not set
 DEFAULT_DRAFT_TOKENS = 4
+HOST_STAGING = 64 * MIB  # device memory in which pages are gathered on their way to host memory and back
 
 
 # ------------------------------------------------------------------------------------------------ what a user may set
@@ -637,9 +638,11 @@ class _Resolution:
     def _memory(self, device: DeviceFacts, dtype: str, step: tuple[int, int], width: int, context: int,
                 page_size: int) -> MemoryPlan:
         seqs, budget = step
+        buffers = self._step_buffers(dtype, seqs, budget, width)
+        buffers += HOST_STAGING if self.config.kv.kv_host_bytes else 0
         draft = self.drafter.parameters * ITEM_BYTES[dtype] if self.drafter else 0
         adapters = self.facts.adapter_values * ITEM_BYTES[dtype]
-        plan = MemoryPlan(self._weights(dtype), draft, adapters, self._step_buffers(dtype, seqs, budget, width),
+        plan = MemoryPlan(self._weights(dtype), draft, adapters, buffers,
                           self._slot_table(seqs, context, page_size, width), kv=0)
         kv, why = self._kv_bytes(device, dtype, plan.budget)
         asked = self.config.kv
@@ -734,6 +737,8 @@ class _Resolution:
             self._note("kv_host_bytes", asked, False, "KV that leaves the device is computed again")
             return ()
         held = [count - 1 for count in pages]  # but for the null page
+        if min(held) < 1:  # refused for that already
+            return ()
         share = asked / sum(count * size for count, size in zip(held, page_bytes))
         host_pages = tuple(int(count * share) for count in held)
         cpu = next((found for found in self.facts.devices if found.kind == "cpu"), device)

@@ -306,6 +306,17 @@ def test_one_writer_of_leases():
     assert wrong == []
 
 
+def test_one_writer_of_copies_in_host_memory():
+    """Who notes which host page holds what: the tier alone, for the ledger, which alone calls it."""
+    facts = {"saved", "saved_kids"}
+    for module in (m for m in MODULES if under(m, "stretto.host")):
+        written_here = [where(MODULES[module], node) for node in ast.walk(TREES[MODULES[module]])
+                        for target in flat(written(node)) if chain(target)[:1] and chain(target)[0] in facts
+                        and chain(target)[1:2] != ["self"]]
+        assert bool(written_here) == (module == "stretto.host.tier"), written_here
+    assert {m for m in MODULES if "stretto.host.tier" in imports_of(m)} == {"stretto.host.ledger"}
+
+
 def test_a_plan_names_no_length_of_a_live_row():
     """A row of a plan is (slot, epoch, q_cap) and nothing more."""
     plan = next(node for node in ast.walk(TREES[PACKAGE / "wire.py"])

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-STAGING_BYTES = 64 << 20
+from stretto.config import HOST_STAGING
 
 
 class PinError(RuntimeError):
@@ -34,7 +34,7 @@ class HostPages:
         self._rows = [[_as_words(tensor) for tensor in of_group] for of_group in tensors]
         self.page_bytes = tuple(sum(_aligned(_row_bytes(rows)) for rows in of_group) for of_group in self._rows)
         self.memory = [_host_memory((count + 1, size), device) for count, size in zip(counts, self.page_bytes)]
-        self._staging = torch.empty(max(STAGING_BYTES, *self.page_bytes), dtype=torch.uint8, device=device)
+        self._staging = torch.empty(max(HOST_STAGING, *self.page_bytes), dtype=torch.uint8, device=device)
 
     def save(self, group: int, pages: Sequence[int], host_pages: Sequence[int]) -> None:
         """Copies pages of the device to host pages. No host page may be named twice."""

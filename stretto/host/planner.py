@@ -133,7 +133,7 @@ class Planner:
         while not self._has_room(turn, claims):
             if self._reclaim(keep=turn):
                 continue
-            if not self._slots.running:
+            if not self._slots.running and not any(other.lease for other in self._arriving):
                 break  # it has the pool to itself
             lacking = [a + b - self._ledger.available(g) for g, (a, b) in enumerate(zip(self._claim(turn), claims))]
             if adopted:
@@ -306,7 +306,7 @@ class Planner:
     def _reclaim(self, keep: Turn | None = None) -> bool:
         """A pin is a preference: idle sessions first, then waiting turns that hold pages, the last to run first."""
         if not self._reclaim_idle():
-            turn = self._queue.last_with_lease(but=keep)
+            turn = self._queue.last_with_lease(after=keep)
             if turn is None:
                 return False
             self._give_up(turn)

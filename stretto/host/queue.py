@@ -34,6 +34,11 @@ class Queue:
             raise ValueError(f"request {turn.job.request.rid!r} does not wait")
         del self._entries[i]
 
-    def last_with_lease(self, but: Turn | None) -> Turn | None:
-        """Of the waiting turns that hold pages, the one that runs last."""
-        return next((t for _, t in reversed(self._entries) if t.lease is not None and t is not but), None)
+    def last_with_lease(self, after: Turn | None) -> Turn | None:
+        """Of the waiting turns that hold pages, the one that runs last; only of those behind a turn."""
+        for rank, turn in reversed(self._entries):
+            if after is not None and rank <= after.job.rank:
+                return None
+            if turn.lease is not None:
+                return turn
+        return None
