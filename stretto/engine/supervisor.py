@@ -4,7 +4,8 @@
     requests   | answered     EngineDead    EngineRestarting  answered
 
 A new engine knows nothing of the old one: requests in flight have failed, and sessions are gone with the ids that they
-held. Counters go on from where they were last seen, so that nothing that reads them sees them fall.
+held. Adapters that were loaded or unloaded meanwhile are so again before it gets a request. Counters go on from where
+they were last seen, so that nothing that reads them sees them fall.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from stretto.protocol import (
     EngineInfo,
     EngineRestarting,
     EngineStats,
+    LoadAdapter,
     Output,
     Request,
+    RequestError,
     SessionInfo,
     StepRecord,
+    UnloadAdapter,
 )
 
 RESTART_WINDOW = 600.0  # seconds; as many restarts as are allowed may fall into it
@@ -51,6 +55,7 @@ class Supervisor:
         self._recent: deque[float] = deque()  # when engines died
         self._cause = ""  # of the latest death
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._adapters: dict[str, str | None] = {}  # name -> path of what was loaded, None: unloaded
         self._base: dict[str, float] = {}  # counters of engines that have died
         self._last: dict[str, float] = {}  # of the one that runs
         self._watch = asyncio.create_task(self._supervise())
@@ -75,7 +80,10 @@ class Supervisor:
         return stats
 
     async def manage(self, action: Action) -> list[SessionInfo]:
-        return await self._engine().manage(action)
+        found = await self._engine().manage(action)
+        if isinstance(action, LoadAdapter | UnloadAdapter):
+            self._adapters[action.name] = action.path if isinstance(action, LoadAdapter) else None
+        return found
 
     async def start_trace(self, steps: int) -> None:
         await self._engine().start_trace(steps)
@@ -125,8 +133,29 @@ class Supervisor:
             started = await self._restarted()
             if started is None:
                 return
+            try:
+                await self._adapt(started)
+            except BaseException:  # closed meanwhile
+                await started.close()
+                raise
             self._client, self.info = started, started.info
             self.on_change(None)
+
+    async def _adapt(self, client: EngineClient) -> None:
+        """Adapters as they were. One that cannot be loaded any more is not there, which requests for it are told; an
+        engine that dies of it is found dead by whoever watches it."""
+        for name, path in self._adapters.items():
+            present = client.info.adapters.pop(name, None)
+            try:
+                if present is not None and present != path:
+                    await client.manage(UnloadAdapter(name))
+                if path is not None and present != path:
+                    await client.manage(LoadAdapter(name, path))
+            except (RequestError, EngineDead) as e:
+                log.error("the adapter %s is not as it was before the engine died: %s", name, e)
+                continue
+            if path is not None:
+                client.info.adapters[name] = path
 
     async def _restarted(self) -> EngineClient | None:
         """A new engine; None where too many have died."""
