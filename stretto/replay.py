@@ -34,6 +34,8 @@ from stretto.protocol import (
     SessionTurn,
 )
 
+BURSTS = 8  # different beginnings of a burst
+
 Answer = Callable[[list[int], SamplingParams], list[int]]
 
 
@@ -390,8 +392,8 @@ class Crowd:
         longest = min(world.limits.max_model_len, world.limits.kv_tokens)
         self._longest, self._most_new = max(2, longest // 3), max(2, longest // 5)
         self._shared = [self.rng.randrange(vocab_size) for _ in range(longest)]
-        self._actions = {self.steps: 30, self.append: 16, self.tag: 6, self.plain: 4, self.follow: 4, self.abort: 5,
-                         self.fork: 3, self.rewind: 2, self.close: 2, self.flush: 1}
+        self._actions = {self.steps: 30, self.append: 16, self.tag: 6, self.plain: 4, self.follow: 4, self.abort: 8,
+                         self.burst: 6, self.fork: 3, self.rewind: 2, self.close: 2, self.flush: 1}
 
     def act(self) -> None:
         """One thing that some client does, or some steps of the engine."""
@@ -431,6 +433,18 @@ class Crowd:
     def plain(self) -> None:
         kept = self._shared[: self.rng.choice([0, 0, self._longest // 2])]
         self.world.plain(kept + self._ids(self._longest), self._sampling())
+
+    def burst(self) -> None:
+        """Short prompts that are all admitted at once, and answers that then outgrow a small pool together. They are
+        some of a few, greedy: the oracle knows them soon."""
+        n = min(self.world.limits.max_slots - 1, 6)
+        share = self._longest * 3 // n  # of the pool, or of the context where that is smaller
+        sampling = SamplingParams(temperature=0.0, max_tokens=max(2, share), ignore_eos=True)
+        first = self.rng.randrange(BURSTS)
+        for start in range(first, first + n):
+            self.world.plain([(11 * start + 7 * i) % self.vocab_size for i in range(max(1, share // 3))], sampling)
+        for _ in range(share // 2):
+            self.world.step()
 
     def fork(self) -> None:
         talk = self._any(lambda t: bool(t.history) and len(self.world.talks) < self.most_talks)

@@ -1,6 +1,7 @@
 """`stretto soak`: random clients on a small pool for as long as one likes, every answer checked by replay.
 
-    each round     a seed -> a setting (page, chunk, budget, policy, overlap, prefix cache, pool, drafter) -> a crowd
+    each round     a seed -> a model, a drafter, a setting (page, chunk, budget, policy, overlap, prefix cache, pool)
+                   -> a crowd
     each step      the books are checked; after each action every page is audited
     at its end     every session is closed; no page may be held
 
@@ -13,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from stretto.bench.rounding import TOLERANCE
 from stretto.host.faults import HostFault
@@ -32,29 +34,41 @@ class SoakResult:
     """What happened in all rounds; `wrong` is the first failure and `seed` that of its round."""
 
     rounds: int = 0
+    with_drafter: Counter[str] = field(default_factory=Counter)  # rounds
     seen: Counter[str] = field(default_factory=Counter)
     wrong: str | None = None
     seed: int | None = None
     setting: str = ""
 
 
-class Soak:
-    """Rounds over one loaded model. `drafters`: as after --speculation; "off" is none."""
+@dataclass(frozen=True)
+class Subject:
+    """A loaded model, and the drafters that run with it, as after --speculation; "off" is none."""
 
-    def __init__(self, model: CausalModel, target: Target, drafters: Sequence[str], dtype: str, context: int = 256):
-        self._model, self._target, self._drafters, self._dtype, self._context = model, target, drafters, dtype, context
-        once = make_engine(model, None, target, Setup(context=context, prefix_cache=False, pool_tokens=2 * context))
-        self._once = OneShot(once)
+    name: str
+    model: CausalModel
+    target: Target
+    drafters: tuple[str, ...]
+
+
+class Soak:
+    """Rounds over loaded models. `dtype`: of all of them, by name. `context`: of all rounds."""
+
+    def __init__(self, subjects: Sequence[Subject], dtype: str, context: int = 256):
+        self.dtype, self._subjects, self._context = dtype, list(subjects), context
+        once = Setup(context=context, prefix_cache=False, pool_tokens=2 * context)
+        self._once = {s.name: OneShot(make_engine(s.model, None, s.target, once)) for s in self._subjects}
         self.result = SoakResult()
 
     def round(self, seed: int, actions: int = ACTIONS) -> bool:
         """False: something was wrong; the result says what."""
         rng = random.Random(seed)
-        setup, drafter = self._setup(rng), rng.choice(list(self._drafters))
-        self.result.setting = f"drafter {drafter}, {setup}"
-        core = make_engine(self._model, None if drafter == "off" else drafter, self._target, setup)
-        world = World(core, self._once, same=self._rounding)
-        crowd = Crowd(world, seed, self._target.vocab_size, sampled=self._dtype == "float32")
+        subject, setup = rng.choice(self._subjects), self._setup(rng)
+        drafter, once = rng.choice(subject.drafters), self._once[subject.name]
+        self.result.setting = f"model {subject.name}, drafter {drafter}, {setup}"
+        core = make_engine(subject.model, None if drafter == "off" else drafter, subject.target, setup)
+        world = World(core, once, same=partial(self._rounding, once))
+        crowd = Crowd(world, seed, subject.target.vocab_size, sampled=self.dtype == "float32")
         try:
             for _ in range(actions):
                 crowd.act()
@@ -66,18 +80,19 @@ class Soak:
         finally:
             core.close()
         self.result.rounds += 1
+        self.result.with_drafter[drafter.partition(":")[0]] += 1
         self.result.seen += Counter(world.count) + Counter({n: int(v) for n, v in core.host.stats()[0].items()})
         return True
 
     def _setup(self, rng: random.Random) -> Setup:
         chunk = rng.choice([1, 7, 16, 64, 256])
         return Setup(width=rng.randint(1, 6), page_size=rng.choice([1, 4, 16, 64]),
-                     pool_tokens=rng.choice([self._context * 3 // 4, self._context, 4 * self._context]), chunk=chunk,
+                     pool_tokens=self._context * rng.choice([3, 6, 8, 32]) // 8, chunk=chunk,
                      budget=rng.choice([chunk + 16, 40, 300]), cap_policy=rng.choice(CAP_POLICIES),
                      mixed=rng.random() < 0.8, overlap=rng.random() < 0.7, prefix_cache=rng.random() < 0.8,
                      slots=rng.choice([3, 5, 9]), context=self._context)
 
-    def _rounding(self, ask: Ask) -> bool:
+    def _rounding(self, once: OneShot, ask: Ask) -> bool:
         """Whether the first id that differs was as good as the expected one, up to rounding."""
         if ask.sampling.temperature > 0:
             return False
@@ -85,7 +100,7 @@ class Soak:
         if at is None:
             return False
         sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=WIDEST)
-        outputs = self._once.outputs(ask.prompt + ask.got[:at], sampling)
+        outputs = once.outputs(ask.prompt + ask.got[:at], sampling)
         score = next(output.logprobs for output in outputs if output.logprobs)[0]
         known = dict(zip(score.top_ids, score.top_logprobs, strict=True))
-        return ask.got[at] in known and score.top_logprobs[0] - known[ask.got[at]] <= TOLERANCE[self._dtype]
+        return ask.got[at] in known and score.top_logprobs[0] - known[ask.got[at]] <= TOLERANCE[self.dtype]

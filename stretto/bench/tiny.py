@@ -8,12 +8,14 @@
 Nothing is trained, so a head's drafts would never be right. The target therefore likes one id (OFTEN), and the heads
 lean towards that id, or towards saying the last one again: a part of their drafts is accepted, the others are not.
 
-Files are written, so whatever reads a checkpoint is used as for any other model.
+Files are written, so whatever reads a checkpoint is used as for any other model: `python -m stretto.bench.tiny FOLDER`,
+then `stretto serve FOLDER/target --speculation eagle3:FOLDER/eagle3`. Its tokens are bytes.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 Tensors = dict[str, torch.Tensor]
 
@@ -28,6 +31,7 @@ HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 4, 2, 16, 4
 SPREAD = 4.0  # standard deviation of the target's logits: greedy text is mostly decided, sampling has a choice
 NOISE = 0.02  # of the standalone draft model's weights, relative to their own size
 SLIGHT = 0.2  # how much a head does beside what it leans to
+END = "<|end|>"
 OFTEN = 7  # the id that the target says more often than others
 
 
@@ -47,6 +51,7 @@ def write_tiny(folder: Path, window: int | None = None, vocab_size: int = 300, c
     maker = _Maker(torch.Generator().manual_seed(seed), vocab_size, context)
     target = maker.target()
     path = _save(folder / "target", maker.target_config(window), target | maker.predictor())
+    _save_tokenizer(path, vocab_size)
     noisy = {name: t + NOISE * t.std() * maker.draw(*t.shape) / 0.25 if t.ndim > 1 else t for name, t in target.items()}
     plain = maker.target_config(window) | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     drafters = {"ngram": "ngram", "mtp": "mtp", "standalone":
@@ -62,6 +67,16 @@ def _save(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def _save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """One id a byte; what the vocabulary has beyond them are special tokens, the last one ends a text."""
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},
+                                     []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens([f"<|{i}|>" for i in range(256, vocab_size - 1)] + [END])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
 
 
 class _Maker:
@@ -184,3 +199,8 @@ class _Maker:
             "layer_types": ["full_attention"], "target_layer_ids": [2, 3], "mask_token_id": self._vocab - 2,
             "num_anchors": 4, "markov_rank": rank, "markov_head_type": "vanilla", "enable_confidence_head": True,
             "confidence_head_with_markov": True}, tensors | self._block()
+
+
+if __name__ == "__main__":
+    made = write_tiny(Path(sys.argv[1]))
+    print("\n".join([f"model {made.path}", *(f"--speculation {asked}" for asked in made.drafters.values())]))

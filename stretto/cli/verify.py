@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +19,8 @@ from rich.console import Console
 
 from stretto.bench.parity import Parity, compare
 from stretto.bench.rounding import TOLERANCE
-from stretto.bench.soak import ACTIONS, Soak, SoakResult
+from stretto.bench.soak import ACTIONS, Soak, SoakResult, Subject
+from stretto.bench.tiny import write_tiny
 from stretto.cli.failures import CommandFailed
 from stretto.cli.options import ENGINE, MODEL, EngineOptions, EngineSections, Json, ModelOptions
 from stretto.cli.sources import gather, read_units
@@ -25,6 +28,7 @@ from stretto.cli.starting import expected_failures, prepare_or_fail
 from stretto.config import Config
 from stretto.model.load import load_model
 from stretto.protocol import RequestError
+from stretto.testing import target_of
 
 PROMPTS = ("Once upon a time", "The three laws of robotics are", "def fibonacci(n):\n    ",
            "Question: why is the sky blue?\nAnswer:", "1, 2, 3, 4, 1, 2, 3, 4, 1, 2,",
@@ -111,47 +115,75 @@ class SoakOptions:
     """How many rounds, instead of a time."""
     actions: int = ACTIONS
     """What clients do in a round: requests, aborts, branches and so on."""
-    drafter: tuple[str, ...] = ("off", "ngram")
-    """Drafters that rounds choose from; may be given several times."""
+    drafter: tuple[str, ...] = ()
+    """Drafters that rounds choose from, as after --speculation; may be given several times. Default: of the tiny models
+    all, of others off and ngram."""
 
 
 Options = Annotated[SoakOptions, Parameter(name="*", group=Group("Soak", sort_key=0), negative_iterable=())]
 SOAK = SoakOptions()
+WINDOW = 16  # of one of the two tiny models
+SOAK_CONTEXT = 256
 
 
 def soak(model: ModelOptions = MODEL, *, soak: Options = SOAK, as_json: Json = False) -> int:
     """Random prompts, sessions and aborts on a small pool; every answer is checked by replay. The first round has
-    --seed, the next ones count up; a failure names the seed of its round.
+    --seed, the next ones count up; a failure names the seed of its round. Without a model two random tiny ones are
+    used, one of them with a sliding window, and every kind of drafter.
 
     Parameters
     ----------
     as_json
         Print the findings as JSON.
     """
-    prepared = prepare_or_fail(EngineSections(model).config())
-    resolved = prepared.resolved
-    with expected_failures():
-        loaded = load_model(prepared.path, dtype=getattr(torch, resolved.dtype), device=torch.device(resolved.device))
-    run = Soak(loaded, prepared.target, soak.drafter, resolved.dtype, min(256, resolved.max_model_len))
-    first = seed = model.seed or 0
-    ends = time.monotonic() + 60 * soak.minutes
-    while (time.monotonic() < ends) if soak.rounds is None else (seed < first + soak.rounds):
-        if not run.round(seed, soak.actions):
-            break
-        seed += 1
+    with tempfile.TemporaryDirectory() as folder, expected_failures():  # of drafters: when a round makes them
+        run = _tiny_soak(Path(folder), model, soak.drafter) if model.model is None else _soak_of(model, soak.drafter)
+        first = seed = model.seed or 0
+        ends = time.monotonic() + 60 * soak.minutes
+        while (time.monotonic() < ends) if soak.rounds is None else (seed < first + soak.rounds):
+            if not run.round(seed, soak.actions):
+                break
+            seed += 1
     if as_json:
         print(json.dumps(vars(run.result), indent=2))
     else:
-        _print_soak(run.result, resolved.dtype, Console(file=sys.stdout))
+        _print_soak(run.result, run.dtype, Console(file=sys.stdout))
     return DIFFERENT if run.result.wrong else 0
+
+
+def _soak_of(model: ModelOptions, drafters: tuple[str, ...]) -> Soak:
+    prepared = prepare_or_fail(EngineSections(model).config())
+    resolved = prepared.resolved
+    loaded = load_model(prepared.path, dtype=getattr(torch, resolved.dtype), device=torch.device(resolved.device))
+    subject = Subject(prepared.target.name, loaded, prepared.target, drafters or ("off", "ngram"))
+    return Soak([subject], resolved.dtype, min(SOAK_CONTEXT, resolved.max_model_len))
+
+
+def _tiny_soak(folder: Path, model: ModelOptions, drafters: tuple[str, ...]) -> Soak:
+    """Raises CommandFailed for settings that would mean nothing here."""
+    dtype = "float32" if model.dtype == "auto" else model.dtype
+    if model != replace(MODEL, dtype=model.dtype, seed=model.seed):
+        raise CommandFailed("without a model, tiny ones are made, which take --dtype and --seed alone: name a model for"
+                            " other settings")
+    subjects = []
+    for name, window in (("tiny", None), ("tiny with a window", WINDOW)):
+        tiny = write_tiny(folder / name, window)
+        loaded = load_model(tiny.path, dtype=getattr(torch, dtype), device=torch.device("cpu"))
+        known = {"off": "off", **tiny.drafters}
+        if importlib.util.find_spec("arctic_inference") is not None:
+            known["suffix"] = "suffix"
+        chosen = tuple(known.get(asked, asked) for asked in drafters or known)
+        subjects.append(Subject(name, loaded, target_of(loaded, tiny.path, name), chosen))
+    return Soak(subjects, dtype, SOAK_CONTEXT)
 
 
 def _print_soak(found: SoakResult, dtype: str, console: Console) -> None:
     seen = found.seen
     shown = ("answers", "steps", "mixed_steps", "session_turns", "in_place_turns", "branches", "aborts", "retractions",
              "reclaimed", "recomputed_tokens", "drafted", "accepted", "rounding")
-    console.print(f"{found.rounds} rounds: " + ", ".join(f"{name.replace('_', ' ')} {seen[name]}" for name in shown),
-                  highlight=False)
+    drafters = ", ".join(f"{name} {n}" for name, n in sorted(found.with_drafter.items()))
+    console.print(f"{found.rounds} rounds ({drafters}): "
+                  + ", ".join(f"{name.replace('_', ' ')} {seen[name]}" for name in shown), highlight=False)
     if seen["rounding"]:
         console.print(f"{seen['rounding']} answers differ where two tokens lie within {TOLERANCE[dtype]} of each other"
                       f" ({dtype}); with --dtype float32 there should be none", highlight=False)

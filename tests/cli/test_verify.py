@@ -65,6 +65,16 @@ def test_soak(folders, capsys):
     assert found["seen"]["answers"] > 5 and found["seen"]["aborts"] and found["seen"]["session_turns"]
 
 
+def test_soak_without_a_model_has_every_drafter(capsys):
+    code, out, _ = run(capsys, "soak", "--rounds", "3", "--seed", "8", "--actions", "12", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["wrong"] is None and found["rounds"] == 3 == sum(found["with_drafter"].values())
+    code, _, err = run(capsys, "soak", "--rounds", "1", "--max-model-len", "100")
+    assert code == 1 and "name a model" in err
+    code, _, err = run(capsys, "soak", "--rounds", "1", "--drafter", "eagel")
+    assert code == 1 and "eagel" in err
+
+
 def test_soak_finds_what_is_wrong(folders, capsys, monkeypatch):
     """An engine that leaves out a part of a history: the failure names the seed, which does it again."""
     prompt = World._prompt
