@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from stretto.params import SamplingParams
+from stretto.params import MAX_LOGPROBS, SamplingParams
 
 ENGINE_DEAD = "engine_dead"  # error code of what was in flight when the engine stopped
 
@@ -210,7 +210,10 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     eos_token_ids: list[int]
     speculation_tokens: int = 0  # widest draft
     hidden_size: int = 0  # numbers of an embedding; 0: this engine gives none
+    pooling: Literal["last", "mean"] = "last"  # of embeddings, as the checkpoint wants it
+    no_embeddings: str = ""  # why the checkpoint's own embeddings cannot be made
     sampling_defaults: dict[str, int | float] = {}  # by the names of SamplingParams
+    max_logprobs: int = MAX_LOGPROBS  # alternatives at a token, at most; -1: the whole vocabulary
     logit_processors: list[str] = []  # by which names requests may ask for them
     adapters: dict[str, str] = {}  # LoRA adapters that are loaded: name -> path
     max_loras: int = 0  # that may be loaded; 0: none
@@ -308,7 +311,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
     if bad is not None:
         raise RequestError(f"prompt token id {bad} is not in the vocabulary (0..{info.vocab_size - 1})", param="prompt")
     try:
-        request.sampling.check(info.vocab_size)
+        request.sampling.check(info.vocab_size, info.max_logprobs)
     except ValueError as e:
         raise RequestError(str(e), param=getattr(e, "param", None)) from e
     if request.pooling is not None:
@@ -316,8 +319,9 @@ def check_request(request: Request, info: EngineInfo) -> None:
 
 
 def _check_pooling(request: Request, info: EngineInfo) -> None:
-    if not info.hidden_size:
-        raise RequestError(f"{info.model_name} gives no embeddings", param="pooling")
+    if info.no_embeddings or not info.hidden_size:
+        why = f": {info.no_embeddings}" if info.no_embeddings else ""
+        raise RequestError(f"{info.model_name} gives no embeddings{why}", param="pooling", code="unsupported_parameter")
     if request.sampling.max_tokens != 0 or request.sampling.n != 1:
         raise RequestError("a request with pooling generates nothing: max_tokens must be 0, n 1", param="pooling")
     if request.session is not None:

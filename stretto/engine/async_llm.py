@@ -64,14 +64,15 @@ class AsyncLLM:
         tokens = self.tokenizer.apply_chat_template([dict(m) for m in messages], **template)
         return self.generate(tokens, sampling, request_id=request_id, session=session)
 
-    async def embed(self, texts: Sequence[Prompt], *, pooling: Literal["last", "mean"] = "last",
+    async def embed(self, texts: Sequence[Prompt], *, pooling: Literal["last", "mean"] | None = None,
                     dimensions: int | None = None) -> np.ndarray:
         """As `LLM.embed`, of a list."""
         return unit_vectors(await asyncio.gather(*(self._vector(text, pooling) for text in texts)), dimensions)
 
-    async def _vector(self, text: Prompt, pooling: Literal["last", "mean"]) -> bytes:
+    async def _vector(self, text: Prompt, pooling: Literal["last", "mean"] | None) -> bytes:
         tokens = self.tokenizer.encode(text) if isinstance(text, str) else list(text)
-        request = Request(rid=uuid.uuid4().hex, tokens=tokens, sampling=SamplingParams(max_tokens=0), pooling=pooling,
+        request = Request(rid=uuid.uuid4().hex, tokens=tokens, sampling=SamplingParams(max_tokens=0),
+                          pooling=pooling or self.info.pooling,
                           arrival=time.monotonic(), want_text=False)
         (output,) = [output async for output in self.engine.generate(request)]
         if output.embedding is None:

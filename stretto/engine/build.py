@@ -57,12 +57,14 @@ from stretto.model.gguf import gguf_config
 from stretto.model.hub import ModelNotFound, cache_folder
 from stretto.model.load import adapter_values, load_model
 from stretto.model.lora import AdapterBank
+from stretto.model.pooling import pooling_facts
 from stretto.model.registry import find_builder
 from stretto.model.source import WeightError
 from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo, LoadAdapter, RequestError
 from stretto.report import start_report
 from stretto.sample.custom import CustomProcessors, ProcessorError, Registry
+from stretto.sample.logprobs import Reporting
 from stretto.sample.rejection import Proposals
 from stretto.spec.context import DrafterError, Target
 from stretto.spec.registry import drafter_sizes, make_drafter, make_host_drafter
@@ -198,6 +200,7 @@ def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCo
     info = _info(prepared, model, backend, host, tokenizer, timings)
     if limits.elastic is not None:
         info.server_info["elastic"] = limits.elastic.describe()
+    info.max_logprobs = resolved.config.sampling.max_logprobs
     info.logit_processors, info.custom_logit_processor = sorted(processors.named), processors.allow_code
     core = EngineCore(host, device_half, info, resolved.depth, AdapterLoader(bank, host, device_half) if bank else None)
     _load_adapters(core, resolved)
@@ -262,6 +265,7 @@ def make_runner(model: CausalModel, prepared: Prepared) -> tuple[Runner, Attenti
         table.proposals = Proposals(len(table.log), resolved.speculation_tokens, model.vocab_size, model.device)
     table.custom = _processors(table, model.vocab_size, resolved)
     runner = Runner(model, backend, kv, table)
+    runner.reporting = Reporting.of(resolved.config.sampling.logprobs_mode)
     if drafter is not None and drafter.caps.where == "device":
         _load_drafter(runner, prepared)
     if resolved.host_pages:
@@ -359,11 +363,12 @@ def eos_ids(prepared: Prepared, tokenizer: Tokenizer) -> frozenset[int]:
 
 def _info(prepared: Prepared, model: CausalModel, backend: AttentionBackend, host: HostHalf, tokenizer: Tokenizer,
           timings: dict[str, float]) -> EngineInfo:
-    resolved = prepared.resolved
+    resolved, pooling = prepared.resolved, pooling_facts(prepared.path)
     report = start_report(resolved, prepared.facts, __version__, timings, type(backend).__name__)
     return EngineInfo(model_name=resolved.model_name, vocab_size=model.vocab_size, max_model_len=resolved.max_model_len,
                       max_num_seqs=resolved.max_num_seqs, kv_tokens=resolved.kv_tokens,
-                      hidden_size=model.hidden_size, sampling_defaults=dict(resolved.sampling_defaults),
+                      hidden_size=model.hidden_size, pooling=pooling.pooling, no_embeddings=pooling.lack,
+                      sampling_defaults=dict(resolved.sampling_defaults),
                       eos_token_ids=sorted(eos_ids(prepared, tokenizer)),
                       speculation_tokens=resolved.speculation_tokens, server_info=report)
 

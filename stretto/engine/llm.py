@@ -141,12 +141,14 @@ class LLM:
         prompts = [self.tokenizer.apply_chat_template(list(c), **template) for c in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling)
 
-    def embed(self, texts: Prompt | Sequence[Prompt], *, pooling: Literal["last", "mean"] = "last",
+    def embed(self, texts: Prompt | Sequence[Prompt], *, pooling: Literal["last", "mean"] | None = None,
               dimensions: int | None = None) -> np.ndarray:
         """A vector of length 1 for each text, [N, hidden_size] float32: the hidden state of its last token, or the mean
-        over all of them. `dimensions`: only so many of the first numbers. Raises RequestError."""
-        requests = [msgspec.structs.replace(request, pooling=pooling, want_text=False) for request in self._requests(
-            [self._tokens(text) for text in self._listed(texts)], SamplingParams(max_tokens=0))]
+        over all of them, as the checkpoint wants it where nothing is said. `dimensions`: only so many of the first
+        numbers. Raises RequestError."""
+        tokens = [self._tokens(text) for text in self._listed(texts)]
+        requests = [msgspec.structs.replace(request, pooling=pooling or self.info.pooling, want_text=False)
+                    for request in self._requests(tokens, SamplingParams(max_tokens=0))]
         found = {output.rid: output.embedding or b"" for output in self._run(requests)}
         return unit_vectors([found[request.rid] for request in requests], dimensions)
 

@@ -50,6 +50,7 @@ class ServerInfo(msgspec.Struct):
     eos_token_ids: list[int]
     speculation_tokens: int
     hidden_size: int
+    pooling: Literal["last", "mean"]
     default_sampling: dict[str, float]
     strict_requests: bool
     max_body_bytes: int
@@ -140,6 +141,12 @@ class Loads(msgspec.Struct):
 class Flushed(msgspec.Struct):
     success: bool
     message: str
+
+
+class LoadedAdapters(msgspec.Struct):
+    success: bool
+    message: str
+    loaded_adapters: dict[str, str]  # name -> path
 
 
 class Recording(msgspec.Struct):

@@ -119,8 +119,9 @@ class _Call:
         service.check_open()
         body = await read_body(service, request, model)
         service.check_model(body.model)
-        if not service.info.hidden_size:
-            raise unsupported("an embedding", f"{service.names[0]} gives none")
+        if service.info.no_embeddings or not service.info.hidden_size:
+            why = f": {service.info.no_embeddings}" if service.info.no_embeddings else ""
+            raise unsupported("an embedding", f"{service.names[0]} gives none{why}")
         return cls(service, request, body, check_fields(body, service.settings.strict_requests), names)
 
     async def answer(self, work: Any) -> Response:
@@ -172,6 +173,7 @@ class _Call:
         ids = await service.in_pool(service.reader.encode_all, prompts, "prompt", special)
         generation = await make_generation(service, self._request, completion, ids, [], self._arrival)
         self.id = generation.id
-        generation.requests = [msgspec.structs.replace(request, pooling=body.pooling or "last", want_text=False,
-                                                       session=None) for request in generation.requests]
+        pooling = body.pooling or service.info.pooling
+        generation.requests = [msgspec.structs.replace(request, pooling=pooling, want_text=False, session=None)
+                               for request in generation.requests]
         return generation

@@ -67,6 +67,8 @@ ANSWERS: Mapping[str, Answer] = {
     "GET /v1/loads": Answer(a.Loads),
     "GET /get_load": Answer(list[a.Load]),
     "POST /flush_cache": Answer(a.Flushed),
+    **dict.fromkeys(("POST /v1/load_lora_adapter", "POST /load_lora_adapter", "POST /v1/unload_lora_adapter",
+                     "POST /unload_lora_adapter"), Answer(a.LoadedAdapters)),
     "POST /start_profile": Answer(a.Recording),
     "POST /stop_profile": Answer(a.ChromeTrace),
     "GET /v1/sessions": Answer(a.SessionList),

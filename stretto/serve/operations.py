@@ -84,7 +84,7 @@ def facts(service: Service) -> APIRouter:
             **info.server_info, "version": __version__, "model_name": info.model_name,
             "served_model_names": service.names, "vocab_size": info.vocab_size, "max_model_len": info.max_model_len,
             "max_num_seqs": info.max_num_seqs, "kv_tokens": info.kv_tokens, "eos_token_ids": info.eos_token_ids,
-            "speculation_tokens": info.speculation_tokens, "hidden_size": info.hidden_size,
+            "speculation_tokens": info.speculation_tokens, "hidden_size": info.hidden_size, "pooling": info.pooling,
             "default_sampling": info.sampling_defaults, "strict_requests": settings.strict_requests,
             "max_body_bytes": settings.max_body_bytes, "max_live_requests": settings.max_live_requests,
             "api_key_required": bool(settings.api_keys)})

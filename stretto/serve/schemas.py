@@ -266,7 +266,7 @@ class EmbeddingBody(Body):
 
     model: str | None = None
     pooling: Annotated[Literal["last", "mean"] | None, Field(
-        description="the hidden state of the last token (the default), or the mean over all of them")] = None
+        description="the last token's state, or the mean over all; default: as the checkpoint wants it")] = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[Integer, Field(ge=1)] | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 
 import numpy as np
@@ -74,6 +75,23 @@ def test_embeddings(llm: LLM, folder) -> None:
     np.testing.assert_allclose(asyncio.run(same()), mean, atol=1e-6)
     with pytest.raises(RequestError):
         llm.embed(["x" * 1000])
+
+
+def test_a_checkpoint_says_how_it_is_pooled(llm: LLM, folder, tmp_path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    kinds = ("Transformer", "Pooling", "Normalize")
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": f"sentence_transformers.models.{k}", "path": k}
+                                                       for k in kinds]))
+    (tmp_path / "Pooling").mkdir()
+    config = tmp_path / "Pooling/config.json"
+    config.write_text('{"pooling_mode_mean_tokens": true}')
+    with LLM(str(tmp_path), **OPTIONS) as other:
+        np.testing.assert_allclose(other.embed("hello"), llm.embed("hello", pooling="mean"), atol=1e-6)
+        np.testing.assert_allclose(other.embed("hello", pooling="last"), llm.embed("hello"), atol=1e-6)
+    config.write_text('{"pooling_mode_cls_token": true}')
+    with LLM(str(tmp_path), **OPTIONS) as other, pytest.raises(RequestError, match=r"gives no embeddings: .*cls_token"):
+        other.embed("hello")
 
 
 def test_chat_renders_the_template(llm: LLM) -> None:
