@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import typing
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ def table() -> str:
     rows = ["| flag | default | |", "|---|---|---|"]
     helps = _help_texts()
     for hint in typing.get_type_hints(ServerSections, include_extras=True).values():
-        section = typing.get_args(hint)[0] if typing.get_args(hint) else None
-        if not (section is not None and is_dataclass(section)):
+        if typing.get_origin(hint) is not typing.Annotated:
             continue
-        group = next(extra.group for extra in hint.__metadata__ if isinstance(extra, Parameter))
-        rows.append(f"| **{group[0].name}** | | |")
+        section: Any = typing.get_args(hint)[0]
+        groups: Any = next(extra.group for extra in hint.__metadata__ if isinstance(extra, Parameter))
+        rows.append(f"| **{groups[0].name}** | | |")
         types = typing.get_type_hints(section)
         rows += [_row(field, types[field.name], helps[section.__name__, field.name]) for field in fields(section)]
     return "\n".join(rows)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 from cyclopts import Group, Parameter
@@ -88,21 +88,37 @@ async def _run(batch: BatchOptions, config: Config, count: int, done: set[str], 
     left = (item for item in read_items(batch.input_file) if item.custom_id not in done)
     bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                    console=notes)
-    async with _client(batch, config, notes) as http:
+    async with _client(batch, config, notes) as (http, engine):
         with bar, batch.output_file.open("a", encoding="utf-8") as output:
             task = bar.add_task("requests", total=count, completed=len(done))
-            return await run_batch(http, left, output, batch.max_concurrency, lambda tally: bar.advance(task))
+            work = run_batch(http, left, output, batch.max_concurrency, lambda tally: bar.advance(task))
+            return await (work if engine is None else _while_alive(engine, work))
+
+
+async def _while_alive(engine: EngineClient, work: Coroutine[Any, Any, Tally]) -> Tally:
+    """The work's result. Raises EngineDead when the engine dies first: nobody would start it again."""
+    running, dying = asyncio.create_task(work), asyncio.create_task(engine.dead())
+    try:
+        await asyncio.wait((running, dying), return_when=asyncio.FIRST_COMPLETED)
+        if dying.done():
+            raise EngineDead(f"{dying.result()}; run the same command again for what has no answer yet")
+        return running.result()
+    finally:
+        running.cancel()
+        dying.cancel()
+        await asyncio.gather(running, dying, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
-async def _client(batch: BatchOptions, config: Config, notes: Console) -> AsyncIterator[httpx.AsyncClient]:
+async def _client(batch: BatchOptions, config: Config, notes: Console
+                  ) -> AsyncIterator[tuple[httpx.AsyncClient, EngineClient | None]]:
     """Of the server that was named, or of an app in this process with an engine behind it."""
     if batch.base_url is not None:
         key = key_of(batch.api_key)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(base_url=server_address(batch.base_url), headers=headers, timeout=None,
                                      limits=httpx.Limits(max_connections=None), trust_env=False) as http:
-            yield http
+            yield http, None
         return
     check_values(config)
     with notes.status("starting the engine"):
@@ -115,6 +131,6 @@ async def _client(batch: BatchOptions, config: Config, notes: Console) -> AsyncI
         async with (app.router.lifespan_context(app),
                     httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False),
                                       base_url="http://engine", timeout=None) as http):
-            yield http
+            yield http, engine
     finally:
         await engine.close()

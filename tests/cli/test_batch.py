@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -12,7 +13,10 @@ from rich.console import Console
 
 from stretto.asking import Unreachable, ask
 from stretto.batch import BatchError, check_items, read_items, run_batch, take_up
+from stretto.cli import run_batch as run_batch_command
 from stretto.cli.main import run_app
+from stretto.engine.inprocess import InProcessEngine
+from tests.serve.fakes import ByteTokenizer, CoreOptions
 from tests.serve.test_server import Program, program
 
 MODEL = Path(__file__).resolve().parents[2] / "../shared/data/models/stories260k"
@@ -124,6 +128,23 @@ async def test_patience_ends():
     asked: list[str] = []
     async with flaky([400, 503], asked) as http:
         assert (await ask(http, "/x", {})).status == 400 and len(asked) == 1
+
+
+def test_an_engine_that_dies_ends_the_batch_which_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def start(core: object) -> InProcessEngine:
+        return await InProcessEngine.start(CoreOptions())
+
+    monkeypatch.setattr(run_batch_command, "locate", lambda config: SimpleNamespace(tokenizer_path=None))
+    monkeypatch.setattr(run_batch_command, "load_tokenizer", lambda path: ByteTokenizer())
+    monkeypatch.setattr(run_batch_command.EngineClient, "start", start)
+    given, out = tmp_path / "in", tmp_path / "out"
+    given.write_text("\n".join([line("a", "say:one"), line("b", "fault:x"), line("c", "say:three")]))
+    code, said = command("m", "-i", given, "-o", out, "--max-concurrency", 1)
+    assert code == 1 and "step failed" in said and "run the same command again" in said
+    assert answers(out)["a"]["response"]["status_code"] == 200
+    given.write_text("\n".join([line("a", "say:one"), line("b", "say:two"), line("c", "say:three")]))
+    assert command("m", "-i", given, "-o", out)[0] == 0
+    assert {name: one["response"]["status_code"] for name, one in answers(out).items()} == dict.fromkeys("abc", 200)
 
 
 @pytest.mark.skipif(not MODEL.is_dir(), reason="stories260k is not beside the repository")
