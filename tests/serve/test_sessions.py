@@ -408,6 +408,20 @@ async def test_headers_name_sessions(talk: Talker, oracle: Oracle, header: str):
     assert (await talk.api.http.get("/v1/sessions")).json()["data"] == []
 
 
+async def test_hazard_10_every_way_to_name_a_session_names_the_same_one(talk: Talker, oracle: Oracle):
+    """SGLang has two features under one word, which exclude each other."""
+    history = FIRST + ids(await talk.append("s", FIRST))
+    answer = await Sglang(talk.api).generate(SECOND, id="s")
+    second = answer.json()["output_ids"]
+    assert second == oracle.answer(history + SECOND, 6)
+    assert answer.json()["meta_info"]["prompt_tokens"] == len(history + SECOND)
+    history += SECOND + second
+    answer = await talk.api.http.post("/v1/completions", headers={"X-Session-Id": "s"}, json={
+        "model": "fake/tiny", "prompt": history + THIRD, "max_tokens": 6, **GREEDY})
+    assert ids(answer) == oracle.answer(history + THIRD, 6) and cached(answer) >= len(history) - 1
+    assert (await talk.shown("s"))["turns"] == 3 and len((await talk.api.http.get("/v1/sessions")).json()["data"]) == 1
+
+
 async def test_bodies_of_agents_name_sessions(talk: Talker):
     user = "user_abc_account__session_0d1b4a5c-1111-2222-3333-444455556666"
     assert ids(await talk.api.complete(FIRST, metadata={"user_id": user}, max_tokens=2, **GREEDY))
