@@ -11,11 +11,13 @@ import pytest
 
 from stretto.device.kv import Pages
 from stretto.device.streams import CpuMoves, InlineDevice
+from stretto.engine.llm import LLM
 from stretto.replay import Crowd, OneShot
 from stretto.wire import HEADER, split_plan
-from tests.engine.small import VOCAB, Oracle, Run, greedy, make_core
+from tests.engine.small import VOCAB, Oracle, Run, greedy, make_core, save_tiny
 from tests.engine.test_sessions_machine import QUICK, Clock, Setting, counted, run_machine
 from tests.engine.test_sessions_machine import crowd as crowd_of
+from tests.text.vocabularies import byte_level
 
 PAGES = (1, 4, 16, 64, 256)
 POOL = {1: 130, 4: 136, 16: 144, 64: 192, 256: 512}  # tokens: room for one long prompt
@@ -109,3 +111,23 @@ def test_sessions_in_any_order(oracles, drafter: str, window: str, page: int, pr
     seen = run_machine(setting, QUICK) + crowd_of(setting, seed=page, least=60)
     assert seen["answers"] and seen["host_saved_tokens"] and seen["host_restored_tokens"]
     assert seen["faults"] == seen["broken_books"] == 0
+
+
+def test_as_it_is_configured(tmp_path):
+    """From the setting to the copies, with a drafter that has KV of its own; what was measured decides."""
+    save_tiny(tmp_path, "llama")
+    byte_level(VOCAB).save(str(tmp_path / "tokenizer.json"))
+    options = dict(max_model_len=200, kv_tokens=224, max_num_seqs=4, dtype="float32", max_num_batched_tokens=32,
+                   chunk_size=32, speculation=f"standalone:{tmp_path}", speculation_tokens=3)
+    texts = []
+    for more in ({}, {"kv_host_bytes": 8 << 20}):
+        with LLM(str(tmp_path), **options, **more) as llm:
+            texts.append([llm.generate(prompt(seed % 3, 150), greedy(8))[0].token_ids for seed in range(9)])
+            stats = llm.core.stats()
+            told = next(d for d in llm.core.info.server_info["features"] if d["feature"] == "kv_host_bytes")
+    assert texts[0] == texts[1]
+    assert told["now"] == "8.0 MiB" and "copied back" in told["why"]
+    counters, gauges = stats.counters, stats.gauges
+    assert counters["host_saved_tokens"] > 0 and gauges["host_bytes_used"] > 0
+    assert counters["host_restored_tokens"] + counters["host_declined_tokens"] > 0
+    assert min(gauges["host_save_bytes_per_second"], gauges["prefill_tokens_per_second"]) > 0
