@@ -142,6 +142,11 @@ class SpeculationSection:
 class SamplingSection:
     """What requests may ask of the sampler."""
 
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = "raw_logprobs"
+    """What logprobs are: of the model's own distribution, or of the one that a token is drawn from, after processors,
+    temperature and filters; or the logits behind either."""
+    max_logprobs: int = 20
+    """Most alternatives that a request may ask for at a token; -1: the whole vocabulary."""
     enable_custom_logit_processor: bool = False
     """Run logit processors that requests bring as code (custom_logit_processor). Whoever can send a request can then
     do anything that this server can: only where every client is trusted."""
@@ -402,6 +407,9 @@ def _ranges(config: Config) -> Iterator[Refusal]:
     template = config.model.chat_template
     if template is not None and not template.is_file():
         yield Refusal(f"--chat-template {template}", "this disk", "there is no such file", "give a template's path")
+    if config.sampling.max_logprobs < -1:
+        yield Refusal(f"--max-logprobs {config.sampling.max_logprobs}", "any server", "it counts tokens",
+                      "set 0 or more, or -1 for the whole vocabulary")
     if not 0 <= serve.port <= 65535:
         yield Refusal(f"--port {serve.port}", "any network", "ports are 0..65535", "choose another")
     if (serve.ssl_certfile is None) != (serve.ssl_keyfile is None):
@@ -815,6 +823,8 @@ class _Resolution:
         self._note("mixed steps", schedule.mixed_chunk, mixed,
                    "prompt chunks ride with running sequences" if mixed else "")
         self._note("overlap", schedule.overlap, overlap, "1 step in flight" if overlap else "")
+        for name in ("logprobs_mode", "max_logprobs"):
+            self._note(name, getattr(self.config.sampling, name), getattr(self.config.sampling, name))
         code = self.config.sampling.enable_custom_logit_processor
         self._note("code of requests", code, code, "every client can run code in the engine" if code else "")
         fixed = self.config.model.deterministic

@@ -88,15 +88,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     include_stop: bool = False  # keep the matched stop string in the text
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # alternatives to report for each generated token; 0: only the token itself
+    logprobs: int | None = None  # alternatives to report for each generated token; 0: only the token itself; -1: all
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     grammar: Grammar | None = None  # the answer ends with it, finish_reason "stop", whatever min_tokens says
     logit_processors: tuple[ProcessorUse, ...] = ()  # in the order of their names, code last
     speculation: int | None = None  # most drafts a step for this request; None: the server's setting; 0: off
 
-    def check(self, vocab_size: int) -> None:
-        """Raises ParameterError, naming the field, the value and the limit."""
+    def check(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
+        """Raises ParameterError, naming the field, the value and the limit. max_logprobs: the server's limit; -1: the
+        vocabulary."""
         self._check_ranges()
+        self._check_logprobs(vocab_size, max_logprobs)
         if not 1 <= self.n <= MAX_CHOICES:
             raise ParameterError("n", f"n is {self.n}; it must lie in 1..{MAX_CHOICES}")
         if self.max_tokens is not None and self.max_tokens < 0:
@@ -133,6 +135,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                                                   f" 1..{MAX_BAD_WORD}")
             self._check_ids("bad_words", run, vocab_size)
 
+    def _check_logprobs(self, vocab_size: int, limit: int) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            value, most = getattr(self, name), vocab_size if limit < 0 else limit
+            if value == -1 and most < vocab_size:
+                raise ParameterError(name, f"{name} is -1, all {vocab_size} tokens; this server's limit is {most}"
+                                           " (--max-logprobs)")
+            if value is not None and not -1 <= value <= most:
+                raise ParameterError(name, f"{name} is {value}; it must lie in 0..{most}")
+
+    def alternatives(self, vocab_size: int) -> tuple[int | None, int | None]:
+        """`logprobs` and `prompt_logprobs` as numbers of tokens: -1 is the vocabulary's size."""
+        wanted = (self.logprobs, self.prompt_logprobs)
+        first, second = (vocab_size if n == -1 else n for n in wanted)
+        return first, second
+
     def _check_processors(self) -> None:
         if len(self.logit_processors) > MAX_PROCESSORS:
             raise ParameterError("logit_processors", f"{len(self.logit_processors)} logit_processors; the limit is"
@@ -156,10 +173,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("top_p", "repetition_penalty"):
             if getattr(self, name) == 0:
                 raise ParameterError(name, f"{name} is 0; it must be above 0")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= MAX_LOGPROBS:
-                raise ParameterError(name, f"{name} is {value}; it must lie in 0..{MAX_LOGPROBS}")
         if self.speculation is not None and self.speculation < 0:
             raise ParameterError("speculation", f"speculation is {self.speculation}; it must be 0 or more")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:

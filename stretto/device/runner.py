@@ -31,8 +31,8 @@ from stretto.ops.commit import judge
 from stretto.ops.pool import last_states, row_sums
 from stretto.ragged import RaggedStep
 from stretto.sample.features import SHORT, FeatureMirror, StepShape, step_shape
-from stretto.sample.logprobs import token_scores
-from stretto.sample.processors import TokenMasks
+from stretto.sample.logprobs import Reporting, token_scores, values_to_report
+from stretto.sample.processors import Positions, TokenMasks
 from stretto.sample.verify import choose, mask, process, prompt_targets, sampled_positions
 from stretto.spec.api import Drafter, Offer
 from stretto.wire import HEADER, MASK_HEADER, NOTHING_LEFT, Goal, Int, PackedPlan, ResultLayout, split_mask, split_plan
@@ -93,6 +93,7 @@ class Runner:
         self.features = FeatureMirror()
         self.adapters: AdapterBank | None = None  # the model's, where it has room for some
         self.exact, self.fixed = model.device.type == "cpu", getattr(model, "fixed", False)
+        self.reporting = Reporting()
         self.execute: Executor = self.run_now
         self.halve: Halver = self.halve_now
 
@@ -191,7 +192,7 @@ class Runner:
             processed = mask(processed, step, masks)
         sampled = choose(processed, where, step, table, shape)
         outcome = judge(step, sampled, table.ints, table.log, table.stops, shape.width)
-        new_scores = self._new_scores(logits, sampled, step, shape)
+        new_scores = self._new_scores(logits, processed, sampled, where, step, shape)
         prompt_scores = self._prompt_scores(hidden, step, shape)
         table.commit(step.slots, outcome)
         offered, offer_width = self._draft(step, taps, shape)
@@ -227,12 +228,13 @@ class Runner:
         nothing[:, : offer.ids.shape[1]] = offer.ids
         return nothing, self.table.offer(step.slots, offer, step.n_out)
 
-    def _new_scores(self, logits: torch.Tensor, sampled: torch.Tensor, step: RaggedStep,
-                    shape: StepShape) -> torch.Tensor | None:
+    def _new_scores(self, logits: torch.Tensor, processed: torch.Tensor, sampled: torch.Tensor, where: Positions,
+                    step: RaggedStep, shape: StepShape) -> torch.Tensor | None:
         """Scores of the sampled ids, laid out by (row, offset in the window): [R, W, words]."""
         if shape.alternatives < 0:
             return None
-        scores = token_scores(logits, sampled, shape.alternatives, shape.fixed)
+        values = values_to_report(logits, processed, where, shape.filtered, shape.fixed, self.reporting)
+        scores = token_scores(values, sampled, shape.alternatives, self.reporting.normalised, shape.fixed)
         out = torch.zeros(len(step.slots), shape.width, scores.shape[1], dtype=torch.int32, device=scores.device)
         if len(scores):
             offsets = torch.arange(shape.width, device=out.device)
@@ -259,7 +261,8 @@ class Runner:
         tokens = wanted.nonzero().flatten() if self.exact else torch.arange(len(ids), device=ids.device)
         parts = []
         for part in tokens.split(SCORE_SLICE):
-            scores = token_scores(self.model.logits(hidden[part]), ids[part], max(shape.alternatives, 0), shape.fixed)
+            scores = token_scores(self.model.logits(hidden[part]), ids[part], max(shape.alternatives, 0),
+                                  self.reporting.normalised, shape.fixed)
             row = torch.where(wanted[part], step.rows[part], -1)
             head = torch.stack([row, step.positions[part] + 1], 1).to(torch.int32)
             parts.append(torch.cat([head, scores], 1))

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import time
 
+from msgspec.structs import replace
+
 from stretto.device.streams import DeviceHalf
 from stretto.engine.adapters import AdapterLoader
 from stretto.engine.trace import StepTrace
@@ -33,6 +35,15 @@ from stretto.wire import LateMask, StepPlan, pack_mask, pack_plan, unpack_result
 REST_SECONDS = 0.01  # for which a step waits where all work waits for something else than the device
 
 
+def _counted(request: Request, vocab_size: int) -> Request:
+    """With numbers of alternatives, where the request says "all"."""
+    sampling = request.sampling
+    if -1 not in (sampling.logprobs, sampling.prompt_logprobs):
+        return request
+    of_output, of_prompt = sampling.alternatives(vocab_size)
+    return replace(request, sampling=replace(sampling, logprobs=of_output, prompt_logprobs=of_prompt))
+
+
 class EngineCore:
     """Not thread-safe: one thread calls it (engine/loop.py). `depth`: steps in flight while the host plans. `adapters`:
     of an engine that has room for some."""
@@ -49,7 +60,7 @@ class EngineCore:
     def submit(self, request: Request) -> None:
         """Raises RequestError for a request that can never run here."""
         check_request(request, self.info)
-        self.host.submit(request)
+        self.host.submit(_counted(request, self.info.vocab_size))
 
     def abort(self, rid: str, received: int | None = None) -> list[Output]:
         return self.host.abort(rid, received)

@@ -62,20 +62,25 @@ def sample_filtered(logits: torch.Tensor, where: Positions) -> torch.Tensor:
 
 
 def log_probabilities(logits: torch.Tensor, where: Positions, filtered: bool) -> torch.Tensor:
-    """What temperature and, if some position is `filtered`, top-k, top-p and min-p make of processed logits: [L, V]
-    float32, -inf for what cannot be drawn. Positions of temperature 0 have no meaning."""
-    temperature = where.real(Real.TEMPERATURE)
-    scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    """Of what `what_is_left` makes of processed logits: [L, V] float32, -inf for what cannot be drawn."""
+    return what_is_left(logits, where, filtered).log_softmax(-1)
+
+
+def what_is_left(logits: torch.Tensor, where: Positions, filtered: bool) -> torch.Tensor:
+    """What temperature and, if some position is `filtered`, top-k, top-p and min-p make of processed logits: [L, V],
+    -inf for what cannot be drawn. Positions of temperature 0 stay as they are."""
+    sampled = (where.real(Real.TEMPERATURE) > 0)[:, None]
+    scaled = logits / torch.where(sampled, where.real(Real.TEMPERATURE)[:, None], 1.0)
     if not filtered:
-        return scaled.log_softmax(-1)
+        return scaled
     vocab = logits.shape[1]
     if vocab <= 2 * FIRST_CANDIDATES or logits.device.type != "cpu":
-        return _left(scaled, where, vocab)[0].log_softmax(-1)
+        return torch.where(sampled, _left(scaled, where, vocab)[0], logits)
     left, complete = _left(scaled, where, FIRST_CANDIDATES)
     if not bool(complete.all()):
         rest = (~complete).nonzero().flatten()
         left[rest] = _left(scaled[rest], where.take(rest), vocab)[0]
-    return left.log_softmax(-1)
+    return torch.where(sampled, left, logits)
 
 
 def _left(scaled: torch.Tensor, where: Positions, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:

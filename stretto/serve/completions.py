@@ -107,8 +107,8 @@ class _Maker:
 
 
 def _limited(entries: list[TokenLogprob], most: int) -> list[TokenLogprob]:
-    """With at most so many alternatives each; the prompt was scored for the larger of two wishes."""
-    return [e if len(e.top_ids) <= most
+    """With at most so many alternatives each (-1: all); the prompt was scored for the larger of two wishes."""
+    return [e if most < 0 or len(e.top_ids) <= most
             else TokenLogprob(e.token_id, e.logprob, e.top_ids[:most], e.top_logprobs[:most]) for e in entries]
 
 

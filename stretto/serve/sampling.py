@@ -61,7 +61,8 @@ def _processors(body: GenerationBody) -> tuple[ProcessorUse, ...]:
 
 def _prompt_logprobs(body: GenerationBody) -> int | None:
     if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
-        return max(body.logprobs, body.prompt_logprobs or 0)
+        wanted = (body.logprobs, body.prompt_logprobs or 0)
+        return -1 if -1 in wanted else max(wanted)
     return body.prompt_logprobs
 
 
