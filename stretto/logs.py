@@ -1,12 +1,13 @@
 """Logs of the server: lines of text for people, or one JSON object a line for collectors.
 
 What is logged while a request is served carries its id, in either form: the id is that of X-Request-Id, of the answer
-and of /abort_request.
+and of /abort_request. The engine's process says which request a line is about with `extra={"request_id": ...}`.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -30,12 +31,18 @@ class JsonLines(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage(),
             "process": self._process, "pid": record.process}
-        if (id := request_id.get()) is not None:
+        if (id := _id_of(record)) is not None:
             entry["request_id"] = id
         entry |= {name: value for name, value in vars(record).items() if name not in _BARE}
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(entry, enc_hook=str).decode()
+
+
+def _id_of(record: logging.LogRecord) -> str | None:
+    """As the client knows it: between processes an id has a serial number behind it."""
+    told = getattr(record, "request_id", None)
+    return request_id.get() if told is None else re.sub(r"#\d+$", "", told)
 
 
 class TextLines(logging.Formatter):

@@ -181,7 +181,7 @@ class _Loop:
             self.live.remove(request.rid)
             self.send(Refused(request.rid, str(e), e.param, e.code))
         except Exception as e:  # one request's trouble; the others go on
-            log.exception("the core failed to take request %s", request.rid)
+            log.exception("the core failed to take request %s", request.rid, extra={"request_id": request.rid})
             self.deliver(self.live.endings(request.rid, "error", describe(e)))
 
     def manage(self, command: Manage) -> None:

@@ -41,6 +41,11 @@ class Results:
         self._next_seq = 0
         self._recent: deque[StepResult] = deque(maxlen=8)  # logged with a broken check
 
+    @property
+    def recent(self) -> list[StepResult]:
+        """The last results, for a log."""
+        return list(self._recent)
+
     def process(self, result: StepResult) -> list[Output]:
         need(result.seq == self._next_seq, f"the result of step {result.seq} came; {self._next_seq} is next")
         self._next_seq += 1
@@ -312,7 +317,8 @@ class Results:
             raise cause
         self._counters.faults += 1
         rid = turn.job.request.rid
-        logger.error("request %s: %s; the last results: %s", rid, cause, list(self._recent), exc_info=cause)
+        logger.error("request %s: %s; the last results: %s", rid, cause, list(self._recent), exc_info=cause,
+                     extra={"request_id": rid})
         outputs: list[Output] = []
         for other in self._live.of(rid):
             outputs += self._outputs_at_end(other, (ERROR, None), error=f"internal error: {cause}")

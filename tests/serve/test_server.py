@@ -277,6 +277,8 @@ def test_logs_are_json_with_request_ids():
         server.until("/readyz", 200)
         answer = server.http.post("/v1/completions", json={"prompt": "say:hi"}, headers={"X-Request-Id": "mine"})
         assert answer.status_code == 200
+        crash = server.http.post("/v1/completions", json={"prompt": "crash:x"}, headers={"X-Request-Id": "a#b"})
+        assert crash.status_code == 500
         assert server.http.post("/v1/completions", json={"prompt": "fault:x"}).status_code == 503
         server.process.wait(20)
         print(server.log())  # shown where a line is not JSON
@@ -284,4 +286,6 @@ def test_logs_are_json_with_request_ids():
     done = next(entry for entry in entries if entry.get("prompt_tokens"))
     assert done["request_id"] == done["id"] == "mine" and done["finish_reasons"] == ["stop"] and done["seconds"] > 0
     assert {entry["process"] for entry in entries} == {"server", "engine"}
+    crashed = next(entry for entry in entries if "failed to take request" in entry["message"])
+    assert crashed["request_id"] == "a#b" and crashed["process"] == "engine" and "submit failed" in crashed["exception"]
     assert any("step failed" in entry.get("exception", "") for entry in entries)
