@@ -236,7 +236,7 @@ def main() -> None:
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs are not captured on the default stream
     read, multiply = read_rate(), multiply_rate()
     print(f"{torch.cuda.get_device_name()}: reads {read / 1e12:.2f} TB/s, multiplies {multiply / 1e12:.0f} TFLOP/s")
-    lab = make_lab(args.shape, 256, (1 << 19) + 4096, 8192 + 64)
+    lab = make_lab(args.shape, 257, (1 << 19) + 4096, 8192 + 64)
     for text in args.timeline:
         lab.timeline(parse_case(text))
     cases = [parse_case(text) for text in args.cases] + (list(scan_cases()) if args.scan else [])

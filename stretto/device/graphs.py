@@ -11,8 +11,10 @@ without a graph; the counters say how often.
 
 from __future__ import annotations
 
+import gc
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,11 +37,9 @@ def bucket_of(size: int) -> int:
 
 
 def coarse_bucket_of(size: int) -> int:
-    """For steps with chunks of prompts, whose rows, tokens and logits come in any combination: few buckets, so that
-    each is met again soon. Padding costs little below 512 tokens, where weights are what takes time."""
-    if size <= 512:
-        return max(8, 1 << (size - 1).bit_length())
-    return -(-size // 128) * 128 if size <= 1024 else -(-size // 256) * 256
+    """For steps with chunks of prompts, whose rows, tokens and logits come in any combination: few buckets up to 512,
+    where reading the weights is what takes time; above, padding costs what tokens cost."""
+    return max(8, 1 << (size - 1).bit_length()) if size <= 512 else -(-size // 64) * 64
 
 
 def bucketed(shape: StepShape) -> StepShape:
@@ -90,13 +90,13 @@ class CapturedHalves:
 
 
 class GraphExecutor:
-    """`runner.Executor` on CUDA. Captures a bucket the second time it is asked for; graphs share one memory pool."""
+    """`runner.Executor` on CUDA. Captures a bucket when it is asked for again; graphs share one memory pool."""
 
     def __init__(self, runner: Runner, largest_tokens: int):
         self.runner, self.largest_tokens = runner, largest_tokens
         self.graphs: dict[StepShape, Captured] = {}
         self.halves: dict[StepShape, CapturedHalves] = {}
-        self.seen: set[StepShape] = set()
+        self.seen: Counter[StepShape] = Counter()  # how often each bucket was asked for
         self.pool = torch.cuda.graph_pool_handle()
         self.capture_everything = False  # also what is rare
         self.replays = self.eager_steps = 0
@@ -105,9 +105,9 @@ class GraphExecutor:
     def __call__(self, rows: torch.Tensor, shape: StepShape) -> tuple[torch.Tensor, StepShape]:
         bucket = bucketed(shape)
         captured = self.graphs.get(bucket)
-        if captured is None and bucket in self.seen and self._worth_it(bucket):
+        if captured is None and self._comes_again(bucket) and self._worth_it(bucket):
             captured = self.capture(bucket)
-        self.seen.add(bucket)
+        self.seen[bucket] += 1
         if captured is None:
             self.eager_steps += 1
             return self.runner.run(self._padded(rows, bucket.rows), bucket), bucket
@@ -121,9 +121,9 @@ class GraphExecutor:
         """`runner.Halver`."""
         bucket = bucketed(shape)
         captured = self.halves.get(bucket)
-        if captured is None and bucket in self.seen and self._worth_it(bucket):
+        if captured is None and self._comes_again(bucket) and self._worth_it(bucket):
             captured = self.capture_halves(bucket)
-        self.seen.add(bucket)
+        self.seen[bucket] += 1
         if captured is None:
             self.eager_steps += 1
             bucket, finish = self.runner.halve_now(self._padded(rows, bucket.rows), bucket)
@@ -131,6 +131,11 @@ class GraphExecutor:
         self.replays += 1
         captured.start(rows)
         return bucket, captured.finish
+
+    def _comes_again(self, bucket: StepShape) -> bool:
+        """Short steps are captured the second time. Others are of many sizes and run long, so that launching them costs
+        little; capturing stops everything for a moment."""
+        return self.seen[bucket] >= (1 if bucket.short else 3)
 
     def _worth_it(self, bucket: StepShape) -> bool:
         assert bucket.tokens is not None
@@ -153,11 +158,8 @@ class GraphExecutor:
             self.runner.run(rows, bucket)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()  # torch.cuda.graph would also empty the allocator's cache, each time
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-        try:
+        with self._capturing(graph):
             body = self.runner.run(rows, bucket)
-        finally:
-            graph.capture_end()
         self.graphs[bucket] = captured = Captured(graph, rows, body)
         self.capture_seconds += time.perf_counter() - started
         return captured
@@ -182,11 +184,19 @@ class GraphExecutor:
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        """Captures what is launched inside. Python's collector stands still meanwhile: the end of an old graph or of
+        pinned memory on this thread would end the capture."""
+        collecting = gc.isenabled()
+        gc.disable()
         try:
-            yield
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
         finally:
-            graph.capture_end()
+            if collecting:
+                gc.enable()
 
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         """Captures the given shapes before the first request, with progress."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -90,6 +92,25 @@ def test_replay_equals_eager_bit_for_bit(models) -> None:
             results.append(driver.run([Job(p, NEW, ints={Int.LOGPROBS: 3}) for p in PROMPTS], chunk=24))
         assert (driver.runner.execute.replays > 10) == graphs
     assert results[0] == results[1]
+
+
+def test_graphs_that_die_during_a_capture_do_not_end_it(models) -> None:
+    """An engine that is in a cycle, and a collector that runs at every allocation."""
+    old = cuda_driver(models["cuda"], graphs=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(2):
+            old.run(jobs(False), chunk=24)
+        assert len(old.runner.execute.graphs) > 0
+        old.itself = old
+        del old
+        new, threshold = cuda_driver(models["cuda"], graphs=True), gc.get_threshold()
+        new.run(jobs(False), chunk=24)
+        gc.set_threshold(1, 1, 1)
+        try:
+            new.run(jobs(False), chunk=24)
+        finally:
+            gc.set_threshold(*threshold)
+    assert new.runner.execute.replays > 10
 
 
 def test_steps_do_not_synchronise(models) -> None:
