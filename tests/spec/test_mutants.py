@@ -8,12 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+import stretto.device.runner as runner
+import stretto.ops.bind as bind
 import stretto.spec.chain as chain
 from stretto.device.drafting import Chooser, Drafting
 from stretto.device.host_pages import HostPages
 from stretto.device.kv import KVCache
 from stretto.device.seams import Seams
 from stretto.device.slots import SlotTable
+from stretto.host.faults import HostFault
 from stretto.spec.block import Backbone
 from stretto.spec.steps import Stream
 from stretto.testing import (
@@ -23,6 +26,7 @@ from stretto.testing import (
     check_choices,
     check_greedy_text,
     check_host_tier,
+    check_mixed_steps,
     check_prefix_hits,
     check_retraction,
 )
@@ -135,6 +139,60 @@ def test_the_kit_catches(labs, monkeypatch, kind: str, mutant, check) -> None:
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
         check(labs[kind])
+
+
+# -------------------------------------------------- what went wrong when SGLang brought mixed chunk and drafts together
+def tails_of_mixed_steps_have_no_query(monkeypatch) -> None:
+    """They sample from the last token of the row before them."""
+    lengths = bind.row_lengths
+
+    def without_tails(rows, ints):
+        slots, base, q, n_out = lengths(rows, ints)
+        tail = (n_out > 0) & (ints[Int.KNOWN, slots] - base == 1)
+        q = torch.where(tail & bool(((q > 0) & (n_out == 0)).any()), 0, q)
+        return slots, base, q, n_out
+    monkeypatch.setattr(bind, "row_lengths", without_tails)
+
+
+def ids_reach_the_log_a_step_late(monkeypatch) -> None:
+    """The relay of the sampled id is read before it is written."""
+    commit, late = SlotTable.commit, []
+
+    def commit_late(self, slots, outcome):
+        before = self.log.clone()
+        commit(self, slots, outcome)
+        changed = self.log != before
+        now = (changed, self.log[changed])
+        self.log.copy_(before)
+        for cells, ids in late:
+            self.log[cells] = ids
+        late[:] = [now]
+    monkeypatch.setattr(SlotTable, "commit", commit_late)
+
+
+def lengths_are_those_of_the_step_before(monkeypatch) -> None:
+    """As of the plan's making, not of the forward's start."""
+    bound, last = runner.bind, []
+
+    def bind_stale(rows, ints, *rest, **sizes):
+        stale = ints.clone()
+        for before in last:
+            same = before[Int.EPOCH] == ints[Int.EPOCH]
+            for column in (Int.LEN, Int.KNOWN, Int.NDRAFT):
+                stale[column] = torch.where(same, before[column], ints[column])
+        last[:] = [ints.clone()]
+        return bound(rows, stale, *rest, **sizes)
+    monkeypatch.setattr(runner, "bind", bind_stale)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "standalone"])
+@pytest.mark.parametrize("mutant", [tails_of_mixed_steps_have_no_query, ids_reach_the_log_a_step_late,
+                                    lengths_are_those_of_the_step_before])
+def test_the_kit_catches_what_mixed_steps_may_break(labs, monkeypatch, kind: str, mutant) -> None:
+    labs[kind].plain([*labs[kind].asks(wave="a"), *labs[kind].asks(wave="b")])  # before the mutant
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, HostFault, IndexError)):
+        check_mixed_steps(labs[kind])
 
 
 def test_drafts_that_do_not_count_are_seen(labs, monkeypatch) -> None:
