@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -62,21 +63,27 @@ class StepShape:
 def step_shape(caps: list[int], rows: list[Features], draft_width: int, exact: bool,
                masked: bool = False) -> StepShape:
     """`caps` are the planned q_cap of the rows. `exact`: sizes of tokens and logits are read, not bounded."""
-    custom = frozenset().union(*(f.processors for f in rows))
+    kinds = list({id(f): f for f in rows}.values())  # equal features are one object, so that these are few
+    custom = frozenset().union(*(f.processors for f in kinds))
     windows = [min(cap, 1 + f.speculation) for cap, f in zip(caps, rows, strict=True)]
     return StepShape(
         rows=len(rows), tokens=None if exact else sum(caps), logits=None if exact else sum(windows), width=max(windows),
-        draft_width=draft_width, short=max(caps) <= SHORT, sampled=any(f.sampled for f in rows),
-        filtered=any(f.filtered for f in rows), penalised=any(f.penalised for f in rows),
-        biased=any(f.biased for f in rows), restricted=any(f.restricted for f in rows),
-        min_tokens=any(f.min_tokens for f in rows), alternatives=max(f.alternatives for f in rows),
-        scores_prompt=any(f.scores_prompt for f in rows), pools=any(f.pools for f in rows), adapted=any(f.adapted for f in rows), masked=masked,
-        processors=in_order(custom))
+        draft_width=draft_width, short=max(caps) <= SHORT, sampled=any(f.sampled for f in kinds),
+        filtered=any(f.filtered for f in kinds), penalised=any(f.penalised for f in kinds),
+        biased=any(f.biased for f in kinds), restricted=any(f.restricted for f in kinds),
+        min_tokens=any(f.min_tokens for f in kinds), alternatives=max(f.alternatives for f in kinds),
+        scores_prompt=any(f.scores_prompt for f in kinds), pools=any(f.pools for f in kinds),
+        adapted=any(f.adapted for f in kinds), masked=masked, processors=in_order(custom))
 
 
 def in_order(keys: Iterable[str]) -> tuple[str, ...]:
     """Named processors by name, then those of clients."""
     return tuple(sorted(keys, key=lambda key: (key.startswith("code:"), key)))
+
+
+@lru_cache(maxsize=1024)
+def _one_object(features: Features) -> Features:
+    return features
 
 
 class FeatureMirror:
@@ -92,11 +99,12 @@ class FeatureMirror:
         processors = unpack_processors(plan.processors)
         for seat in plan.seats:
             slot = int(seat[0])
-            self.of_slot[slot] = _features(seat[4 : 4 + N_INT], seat[4 + N_INT :].view(np.float32), slot in biased,
-                                            slot in restricted)
+            features = _features(seat[4 : 4 + N_INT], seat[4 + N_INT :].view(np.float32), slot in biased,
+                                 slot in restricted)
             if slot in processors:
                 keys = frozenset(use.key for use in read_uses(processors[slot]))
-                self.of_slot[slot] = replace(self.of_slot[slot], processors=keys)
+                features = replace(features, processors=keys)
+            self.of_slot[slot] = _one_object(features)
 
     def of_rows(self, slots: list[int]) -> list[Features]:
         none = Features()
