@@ -147,10 +147,12 @@ class EngineCore:
 
     def close(self) -> None:
         """Collects what is in flight and ends the device half."""
-        if self._unmasked is not None:  # a step failed between launch and mask
-            self.device.mask(pack_mask(LateMask.nothing(self._unmasked.seq, len(self._unmasked.rows))))
-        while self.in_flight:
-            self.device.collect()
-            self.in_flight -= 1
-        self.device.close()
-        self.host.close()
+        try:
+            if self._unmasked is not None:  # a step failed between launch and mask
+                self.device.mask(pack_mask(LateMask.nothing(self._unmasked.seq, len(self._unmasked.rows))))
+            while self.in_flight:
+                self.in_flight -= 1
+                self.device.collect()
+        finally:
+            self.device.close()
+            self.host.close()

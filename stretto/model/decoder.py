@@ -32,6 +32,7 @@ from stretto.model.layers import (
     Rotary,
     attend_heads,
 )
+from stretto.model.shard import Shard, cut_heads, heads_of
 from stretto.model.weights import Weights
 from stretto.ops.layer import Rope
 
@@ -80,19 +81,24 @@ class Attention:
 
     def __init__(self, config: ModelConfig, w: Weights, index: int, style: Style):
         name, c = f"model.layers.{index}.self_attn", config
-        self.index, self.n_heads, self.n_kv_heads, self.head_dim = index, c.n_heads, c.n_kv_heads, c.head_dim
-        q_size, kv_size = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-        parts = [(f"{name}.q_proj", q_size), (f"{name}.k_proj", kv_size), (f"{name}.v_proj", kv_size)]
+        self.index, self.head_dim = index, c.head_dim
+        self.n_heads, self.n_kv_heads = rank_heads(c, w.shard)
+        heads = (c.n_heads, c.n_kv_heads, c.n_kv_heads)
         if style.fused_qkv:
-            parts = [(f"{name}.qkv_proj", q_size + 2 * kv_size)]
-        self.qkv = Linear(w, parts, c.hidden_size, style.qkv_bias, _row_order(c, style))
-        self.out = Linear(w, [(f"{name}.o_proj", c.hidden_size)], q_size, style.out_bias)
+            total = sum(heads) * c.head_dim
+            parts = [heads_of(w.shard, f"{name}.qkv_proj", n, c.head_dim, sum(heads[:i]) * c.head_dim, total)
+                     for i, n in enumerate(heads)]
+        else:
+            parts = [heads_of(w.shard, f"{name}.{part}_proj", n, c.head_dim) for part, n in zip("qkv", heads)]
+        self.qkv = Linear(w, parts, c.hidden_size, style.qkv_bias, _row_order(c, style, self.n_heads, self.n_kv_heads))
+        self.out = Linear(w, [(f"{name}.o_proj", c.hidden_size)], c.n_heads * c.head_dim, style.out_bias, summed=True)
         head_norm = OffsetHeadNorm if style.offset_norm else HeadNorm
-        self.head_norm = (head_norm(w, name, c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps)
+        self.head_norm = (head_norm(w, name, self.n_heads, self.n_kv_heads, c.head_dim, c.norm_eps)
                           if style.head_norm else None)
-        self.whole_norms = ((RMSNorm(w, f"{name}.q_norm", q_size, c.norm_eps),
-                             RMSNorm(w, f"{name}.k_norm", kv_size, c.norm_eps)) if style.whole_norm else None)
-        self.sinks = w.take(f"{name}.sinks", c.n_heads) if style.sinks else None
+        self.whole_norms = ((RMSNorm(w, f"{name}.q_norm", c.n_heads * c.head_dim, c.norm_eps),
+                             RMSNorm(w, f"{name}.k_norm", c.n_kv_heads * c.head_dim, c.norm_eps))
+                            if style.whole_norm else None)
+        self.sinks = w.stack_pieces([heads_of(w.shard, f"{name}.sinks", c.n_heads, 1)]) if style.sinks else None
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend) -> torch.Tensor:
         """x [T, E], normed first if there is a norm -> [T, H * D], the input of `out`."""
@@ -150,8 +156,10 @@ class Decoder:
         c = config
         self.config, self.style, self.dtype, self.device, self.fixed = c, style, w.dtype, w.device, w.fixed
         self.vocab_size, self.hidden_size, self.max_position = c.vocab_size, c.hidden_size, context
+        _check_shard(c, style, w.shard)
         scale = c.head_dim**-0.5 if style.scale is None else style.scale
-        self.layers = tuple(LayerSpec(c.n_heads, c.n_kv_heads, c.head_dim, scale, window, style.softcap, style.sinks)
+        n_heads, n_kv_heads = rank_heads(c, w.shard)
+        self.layers = tuple(LayerSpec(n_heads, n_kv_heads, c.head_dim, scale, window, style.softcap, style.sinks)
                             for window in c.windows)
         self.embedding = Embedding(w, "model.embed_tokens", c.vocab_size, c.hidden_size)
         self.decoder = [DecoderLayer(c, w, i, style) for i in range(c.n_layers)]
@@ -212,11 +220,28 @@ def feature_order(head_dim: int, rotated: int, neighbours: bool) -> list[int]:
     return [*first, *rest[: len(rest) // 2], *second, *rest[len(rest) // 2 :]]
 
 
-def _row_order(config: ModelConfig, style: Style) -> torch.Tensor | None:
-    """The order of the rows of q, k and v one below the other; None: as they are."""
+def rank_heads(config: ModelConfig, shard: Shard) -> tuple[int, int]:
+    """Query heads and KV heads of a rank."""
+    return cut_heads(shard, config.n_heads)[1], cut_heads(shard, config.n_kv_heads)[1]
+
+
+def _check_shard(config: ModelConfig, style: Style, shard: Shard) -> None:
+    """Raises ConfigError where the model cannot be cut into so many parts."""
+    ranks, kv = shard.ranks, config.n_kv_heads
+    if ranks == 1:
+        return
+    if config.n_heads % ranks or config.intermediate_size % ranks or (kv % ranks and ranks % kv):
+        raise ConfigError(f"{config.n_heads} heads, {kv} KV heads and {config.intermediate_size} inner features cannot"
+                          f" be shared equally by {ranks} ranks")
+    if style.whole_norm:
+        raise ConfigError(f"{config.architecture} is not cut into ranks: its norms are over all heads at once")
+
+
+def _row_order(config: ModelConfig, style: Style, n_heads: int, n_kv_heads: int) -> torch.Tensor | None:
+    """The order of the rows of so many heads of q, k and v one below the other; None: as they are."""
     if not reorders(config, style):
         return None
     order = torch.tensor(feature_order(config.head_dim, config.rope.dim, style.neighbours))
-    rotated = torch.arange(config.n_heads + config.n_kv_heads)[:, None] * config.head_dim + order
-    rest = torch.arange(rotated.numel(), rotated.numel() + config.n_kv_heads * config.head_dim)
+    rotated = torch.arange(n_heads + n_kv_heads)[:, None] * config.head_dim + order
+    rest = torch.arange(rotated.numel(), rotated.numel() + n_kv_heads * config.head_dim)
     return torch.cat((rotated.flatten(), rest))

@@ -72,18 +72,20 @@ class ExpertMLP:
     """Router and experts of one layer."""
 
     def __init__(self, router: Linear, gate_up: ExpertWeights, down: ExpertWeights, gate: Gate, route: Route, *,
-                 n_experts: int, chosen: int, inner: int):
+                 n_experts: int, chosen: int, inner: int, total: Callable[[torch.Tensor], torch.Tensor] | None = None):
+        """`total` adds up what the ranks have made, where each has a part of the inner features."""
         if not 1 <= chosen <= n_experts:
             raise ConfigError(f"num_experts_per_tok is {chosen}; it must be 1 to the number of experts, {n_experts}")
         self._router, self._gate_up, self._down, self._route = router, gate_up, down, route
         self._gate = partial(by_rows, gate) if gate_up.fixed else gate
-        self.n_experts, self.chosen, self.inner = n_experts, chosen, inner
+        self.n_experts, self.chosen, self.inner, self._total = n_experts, chosen, inner, total
 
     def __call__(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, E] -> [T, E]. tokens: how many of the T are no padding, a scalar on the device; None: all."""
         weights, experts = self._route(self._router(x), self.chosen)
         made = self._run(x, group_by_expert(experts, self.n_experts, tokens)).view(*experts.shape, x.shape[1])
-        return combine(made, weights)
+        mixed = combine(made, weights)
+        return mixed if self._total is None else self._total(mixed)
 
     def _run(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         """The experts' answers by slot, [N, E]; zeros for padding."""

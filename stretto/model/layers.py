@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from stretto.attn.api import Attend
 from stretto.model.config import ConfigError, RopeConfig
 from stretto.model.matrix import CudaMatrix, best_matrix, fixed_matrix
+from stretto.model.shard import Piece, rows_of, whole
 from stretto.model.weights import Weights
 from stretto.ops.attend import StepAttention
 from stretto.ops.fixed import elementwise
@@ -28,13 +31,19 @@ logger = logging.getLogger(__name__)
 class Linear:
     """y = x W^T + b over one or several matrices of a checkpoint, fused by rows."""
 
-    def __init__(self, w: Weights, parts: list[tuple[str, int]], inputs: int, bias: bool = False,
-                 order: torch.Tensor | None = None):
-        """`order` [rows] says which row of the checkpoint comes at each place; None: as they are."""
-        self._order, self._fixed = order, w.fixed
-        weight = w.stack([(f"{name}.weight", rows) for name, rows in parts], inputs)
-        self._parameters = weight, w.stack([(f"{name}.bias", rows) for name, rows in parts]) if bias else None
-        self._delta = w.adapters.declare(parts, inputs, order, w.dtype, w.device) if w.adapters is not None else None
+    def __init__(self, w: Weights, parts: Sequence[tuple[str, int] | Piece], inputs: int, bias: bool = False,
+                 order: torch.Tensor | None = None, summed: bool = False):
+        """`parts`: (name, rows) of whole matrices, or this rank's pieces of them. `order` [rows] says which row of
+        these comes at each place; None: as they are. `summed`: each rank has its part of the inputs, and what they
+        make of them is added up."""
+        pieces = [part if isinstance(part, Piece) else whole(*part) for part in parts]
+        self._order, self._fixed, self._sum = order, w.fixed, w.shard.sum if summed and w.shard.ranks > 1 else None
+        weight = w.stack_pieces([replace(p, name=f"{p.name}.weight") for p in pieces], inputs, cut_columns=summed)
+        bias_of = [replace(p, name=f"{p.name}.bias") for p in pieces] if bias else None
+        self._parameters = weight, None if bias_of is None else w.stack_pieces(bias_of)
+        self._bias_elsewhere = self._sum is not None and w.shard.rank > 0  # it counts once
+        parts_of = [(p.name, p.rows) for p in pieces]
+        self._delta = w.adapters.declare(parts_of, inputs, order, w.dtype, w.device) if w.adapters is not None else None
         w.then(self._settle)
 
     def _settle(self) -> None:
@@ -42,16 +51,22 @@ class Linear:
             order = self._order.to(self._parameters[0].device)
             weight, bias = self._parameters
             self._parameters = weight[order], None if bias is None else bias[order]
+        if self._bias_elsewhere:
+            self._parameters = self._parameters[0], None
         self._matrix = (fixed_matrix if self._fixed else best_matrix)(*self._parameters)
         del self._parameters, self._order
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, inputs] -> [T, rows]."""
         made = self._matrix(x)
+        if self._sum is not None:
+            return self._sum(made)
         return made if self._delta is None or not self._delta.active else self._delta.add_to(made, x)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual += self(x), in place; returns it."""
+        if self._sum is not None:
+            return residual.add_(self._sum(self._matrix(x)))
         made = self._matrix.add_to(residual, x)
         return made if self._delta is None or not self._delta.active else self._delta.add_to(made, x)
 
@@ -253,10 +268,11 @@ class GatedMLP:
         """`fused`: the checkpoint holds gate and up as one matrix."""
         if act not in ACTIVATIONS:
             raise ConfigError(f"hidden_act {act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-        parts = [(f"{name}.gate_up_proj", 2 * inner)] if fused else [(f"{name}.gate_proj", inner),
-                                                                     (f"{name}.up_proj", inner)]
+        one = f"{name}.gate_up_proj"
+        parts = ([rows_of(w.shard, one, 2 * inner, first, inner) for first in (0, inner)] if fused else
+                 [rows_of(w.shard, f"{name}.{part}_proj", inner) for part in ("gate", "up")])
         self.gate_up = Linear(w, parts, hidden, bias)
-        self.down = Linear(w, [(f"{name}.down_proj", hidden)], inner, bias)
+        self.down = Linear(w, [(f"{name}.down_proj", hidden)], inner, bias, summed=True)
         self._act = act
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -294,11 +310,14 @@ class Head:
             logger.warning("the config ties the head to the embedding, but %s differs from %s: the checkpoint's own "
                            "head is used; set tie_word_embeddings to false to say so", own, embedding.name)
             tied = False
+        vocab, hidden = embedding.weight.shape
+        self._join = w.shard.join if w.shard.ranks > 1 and vocab % w.shard.ranks == 0 else None
+        piece = whole(own, vocab) if self._join is None else rows_of(w.shard, own, vocab)
         if tied:
-            self.weight = embedding.weight
+            self.weight = embedding.weight.narrow(0, piece.start, piece.rows)
             w.ignore(own)
         else:
-            self.weight = w.take(own, *embedding.weight.shape)
+            self.weight = w.stack_pieces([piece], hidden)
         self._fixed = w.fixed
         w.then(self._settle)
 
@@ -308,4 +327,5 @@ class Head:
         del self.weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._matrix.logits(hidden)
+        logits = self._matrix.logits(hidden)
+        return logits if self._join is None else self._join(logits)

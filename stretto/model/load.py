@@ -18,40 +18,46 @@ from stretto.model.gguf import GGUFSource, gguf_config
 from stretto.model.lora import AdapterBank
 from stretto.model.progress import LoadLog
 from stretto.model.registry import NATIVE, find_builder
+from stretto.model.shard import Shard
 from stretto.model.source import SafetensorsSource, WeightSource, text_part
 from stretto.model.weights import Progress, Weights
 
 NO_ROOM = "{} runs through transformers' own modules, which have no room for LoRA adapters"
+NO_RANKS = "{} runs through transformers' own modules, which are not cut into ranks"
 
 
 def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None,
-               context: int | None = None, fixed: bool = False,
-               adapters: AdapterBank | None = None) -> CausalModel:
+               context: int | None = None, fixed: bool = False, adapters: AdapterBank | None = None,
+               shard: Shard | None = None) -> CausalModel:
     """Loads a model from an HF folder or a GGUF file.
 
     `context` is the number of positions that will be served; None: all that the model was trained for. It sizes the
     rotary table, and a longrope model uses its short frequencies only where it is at most the original context.
     `progress` is called with (elements copied, elements in all); the log says it, too. `fixed`: results do not
     depend on the batch, bit for bit. `adapters`: linear layers get room for LoRA adapters.
+    `shard`: the rank whose part is loaded.
 
     Raises ConfigError for a configuration that cannot be served and WeightError for weights that do not fit it."""
     path, progress = Path(path), LoadLog(dtype.itemsize, progress)
     if path.suffix == ".gguf":
         source: WeightSource = GGUFSource(path)
         return build_model(ModelConfig.from_hf(gguf_config(path)), source, dtype, device, progress, context, fixed,
-                           adapters)
+                           adapters, shard)
     raw, generation = read_config(path)
     if find_builder(architecture_of(raw)) is None:
         if fixed:
             raise ConfigError(f"{architecture_of(raw)} runs through transformers' own modules, whose sums depend on the"
                               " batch: it cannot be deterministic")
+        if shard is not None and shard.ranks > 1:
+            raise ConfigError(NO_RANKS.format(architecture_of(raw)))
         if adapters is not None:
             raise ConfigError(NO_ROOM.format(architecture_of(raw)))
         from stretto.model.fallback import load_fallback  # imports transformers, which takes seconds
 
         return load_fallback(path, raw, generation, dtype=dtype, device=device, progress=progress, context=context)
     config = ModelConfig.from_hf(raw, generation)
-    return build_model(config, open_weights(path, config, dtype), dtype, device, progress, context, fixed, adapters)
+    return build_model(config, open_weights(path, config, dtype), dtype, device, progress, context, fixed, adapters,
+                       shard)
 
 
 def open_weights(folder: Path, config: ModelConfig, dtype: torch.dtype | None = None) -> WeightSource:
@@ -88,14 +94,14 @@ def adapter_values(path: Path, bank: AdapterBank) -> int:
 
 def build_model(config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device,
                 progress: Progress | None = None, context: int | None = None, fixed: bool = False,
-                adapters: AdapterBank | None = None) -> CausalModel:
+                adapters: AdapterBank | None = None, shard: Shard | None = None) -> CausalModel:
     """A model of a known architecture with the weights of any source. Raises ConfigError and WeightError."""
     builder = find_builder(config.architecture)
     if builder is None:
         raise ConfigError(f"{config.architecture} has no native model here (there are {', '.join(NATIVE)}), and "
                           "only an HF folder can be served through transformers")
     context = served_positions(config.architecture, config.max_position, context)
-    weights = Weights(source, dtype, device, fixed, adapters)
+    weights = Weights(source, dtype, device, fixed, adapters, shard)
     model = builder(config, weights, context)
     weights.fill(progress)
     return model

@@ -177,7 +177,8 @@ def _config(path: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"the adapter {path} is of type {config.get('peft_type')}; only LORA is served")
     for key, why in (("use_dora", "DoRA changes norms of whole matrices"),
-                     ("modules_to_save", "it holds whole modules"), ("fan_in_fan_out", "its matrices are transposed"), ("lora_bias", "it has biases")):
+                     ("modules_to_save", "it holds whole modules"), ("fan_in_fan_out", "its matrices are transposed"),
+                     ("lora_bias", "it has biases")):
         if config.get(key):
             raise AdapterError(f"the adapter {path} has {key} set: {why}, which is not served; merge it into the model")
     if config.get("bias", "none") != "none":

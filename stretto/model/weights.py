@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from stretto.model.lora import AdapterBank
+from stretto.model.shard import Piece, Shard, cut, whole
 from stretto.model.source import WeightError, WeightSource
 
 Progress = Callable[[int, int], None]  # (elements copied, elements in all)
@@ -27,19 +28,26 @@ COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached
 @dataclass(frozen=True)
 class _Copy:
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     target: torch.Tensor
+    start: int = 0  # the first row that is copied
+    column: int = 0  # and the first column
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        part = tensor.narrow(0, self.start, self.target.shape[0])
+        return part if part.shape == self.target.shape else part.narrow(1, self.column, self.target.shape[1])
 
 
 class Weights:
     """What a model takes from a source. Parameters are filled by `fill`; until then they hold nothing."""
 
     def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device, fixed: bool = False,
-                 adapters: AdapterBank | None = None):
+                 adapters: AdapterBank | None = None, shard: Shard | None = None):
         """`fixed`: what is made of these weights shall compute a row in one way, whatever the batch. `adapters`: where
-        linear layers get room for adapters."""
+        linear layers get room for adapters. `shard`: the rank whose part this is; None: all of it."""
         self._source, self._names = source, frozenset(source.names())
         self.dtype, self.device, self.fixed, self.adapters = dtype, device, fixed, adapters
+        self.shard = shard or Shard()
         self._copies: list[_Copy] = []
         self._ignored: set[str] = set()
         self._after: list[Callable[[], None]] = []
@@ -50,12 +58,18 @@ class Weights:
 
     def stack(self, parts: Sequence[tuple[str, int]], *columns: int) -> torch.Tensor:
         """The named tensors one below the other: [sum of rows, *columns]. `parts` gives (name, rows) of each."""
-        rows = sum(n for _, n in parts)
-        parameter = torch.empty(rows, *columns, dtype=self.dtype, device=self.device)
+        return self.stack_pieces([whole(name, rows) for name, rows in parts], *columns)
+
+    def stack_pieces(self, pieces: Sequence[Piece], *columns: int, cut_columns: bool = False) -> torch.Tensor:
+        """As `stack`, of a part of each tensor's rows. `cut_columns`: and of this rank's equal part of the columns."""
+        column, width = cut(self.shard, columns[0]) if cut_columns else (0, columns[0] if columns else 0)
+        shape = (width, *columns[1:]) if columns else ()
+        parameter = torch.empty(sum(p.rows for p in pieces), *shape, dtype=self.dtype, device=self.device)
         at = 0
-        for name, n in parts:
-            self._copies.append(_Copy(name, (n, *columns), parameter.narrow(0, at, n)))
-            at += n
+        for p in pieces:
+            target = parameter.narrow(0, at, p.rows)
+            self._copies.append(_Copy(p.name, (p.total, *columns), target, p.start, column))
+            at += p.rows
         return parameter
 
     def ignore(self, *names: str) -> None:
@@ -102,7 +116,7 @@ class Weights:
             if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
                 raise WeightError(f"{copy.name} holds {tensor.dtype}; weights must be floating-point numbers of 16 "
                                   "bits or more, or be quantised in a way that config.json names")
-            copy.target.copy_(tensor)
+            copy.target.copy_(copy.of(tensor))
             done += copy.target.numel()
             if progress is not None:
                 progress(done, total)

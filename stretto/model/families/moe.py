@@ -14,6 +14,7 @@ from stretto.model.config import ConfigError, ModelConfig
 from stretto.model.decoder import MLP, Decoder, Style, gated_mlp
 from stretto.model.experts import ExpertMLP, ExpertWeights, softmax_over_all, softmax_over_chosen
 from stretto.model.layers import ACTIVATIONS, Linear
+from stretto.model.shard import rows_of, whole
 from stretto.model.weights import Weights
 from stretto.ops.layer import gate
 
@@ -58,17 +59,24 @@ def _separate(config: ModelConfig, w: Weights, name: str, inner: int, names: dic
     """Experts of which the checkpoint holds each by itself, "NAME.experts.0.w1.weight"."""
     if config.hidden_act not in ACTIVATIONS:
         raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    n, hidden = _experts_of(config), config.hidden_size
+    n, hidden, shard = _experts_of(config), config.hidden_size, w.shard
+    if inner % shard.ranks:
+        raise ConfigError(f"{inner} inner features of an expert cannot be shared equally by {shard.ranks} ranks")
     each = [f"{name}.experts.{e}" for e in range(n)]
-    gate_up = w.stack([(f"{expert}.{names[part]}.weight", inner) for expert in each for part in ("gate", "up")], hidden)
-    down = w.stack([(f"{expert}.{names['down']}.weight", hidden) for expert in each], inner)
+    gate_up = w.stack_pieces([rows_of(shard, f"{expert}.{names[part]}.weight", inner)
+                              for expert in each for part in ("gate", "up")], hidden)
+    down = w.stack_pieces([whole(f"{expert}.{names['down']}.weight", hidden) for expert in each], inner,
+                          cut_columns=True)
+    inner //= shard.ranks
     return ExpertMLP(Linear(w, [(f"{name}.gate", n)], hidden), ExpertWeights(w, gate_up.view(n, 2 * inner, hidden)),
                      ExpertWeights(w, down.view(n, hidden, inner)), partial(gate, act=config.hidden_act), route,
-                     n_experts=n, chosen=config.value("num_experts_per_tok"), inner=inner)
+                     n_experts=n, chosen=config.value("num_experts_per_tok"), inner=inner, total=shard.sum)
 
 
 def _gpt_oss_mlp(config: ModelConfig, w: Weights, index: int) -> ExpertMLP:
     name, n = f"model.layers.{index}.mlp", _experts_of(config)
+    if w.shard.ranks > 1:
+        raise ConfigError(f"{config.architecture} is not cut into ranks: its checkpoints interleave gate and up")
     hidden, inner = config.hidden_size, config.intermediate_size
     gate_up = ExpertWeights(w, w.take(f"{name}.experts.gate_up_proj", n, hidden, 2 * inner),
                             w.take(f"{name}.experts.gate_up_proj_bias", n, 2 * inner), _halves)

@@ -1,0 +1,78 @@
+"""The processes of ranks 1, 2, ... of a model that several devices share; rank 0 is the engine's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from stretto.device.ranks import RanksDevice, RankShard, join_ranks, serve_rank
+from stretto.device.streams import DeviceHalf
+
+MakeDevice = Callable[[Any, RankShard], tuple[DeviceHalf, int]]
+"""(what the engine was prepared with, the rank) -> (its device half, steps in flight); a function of a module."""
+
+START_SECONDS = 600.0  # until a rank must have joined
+
+
+class Ranks:
+    """Starts the other ranks, each of which loads its own part. `prepared` travels to them."""
+
+    def __init__(self, ranks: int, device_type: str, prepared: Any, make: MakeDevice):
+        self._folder = tempfile.mkdtemp(prefix="stretto-ranks-")
+        self.address = f"file://{self._folder}/meet"
+        self._ranks, self._type = ranks, device_type
+        context = multiprocessing.get_context("spawn")
+        self._processes, self._connections = [], []
+        for rank in range(1, ranks):
+            here, there = context.Pipe()
+            process = context.Process(target=_run, args=(rank, ranks, self.address, device_type, prepared, make, there),
+                                      name=f"stretto rank {rank}", daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._connections.append(here)
+
+    def join(self) -> RankShard:
+        """Rank 0's part in the meeting."""
+        return join_ranks(0, self._ranks, self.address, rank_device(self._type, 0))
+
+    def lead(self, own: DeviceHalf) -> RanksDevice:
+        return RanksDevice(own, self._connections, self.close)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+        for connection in self._connections:
+            connection.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._folder):
+                os.unlink(os.path.join(self._folder, name))
+            os.rmdir(self._folder)
+
+
+def rank_device(device_type: str, rank: int) -> torch.device:
+    return torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+
+
+def _run(rank: int, ranks: int, address: str, device_type: str, prepared: Any, make: MakeDevice,
+         leader: Connection) -> None:
+    if device_type == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    try:
+        shard = join_ranks(rank, ranks, address, rank_device(device_type, rank))
+        device, depth = make(prepared, shard)
+    except Exception as e:
+        leader.send(f"{type(e).__name__}: {e}")
+        raise
+    serve_rank(device, leader, depth)

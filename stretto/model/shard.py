@@ -1,0 +1,67 @@
+"""One rank's part of a model: which rows and columns of each matrix it holds, and how parts become whole again.
+
+    rows     q k v, gate up, head     each rank has some heads, some inner features, some token ids
+    columns  o, down                  each rank multiplies what it made itself; the sum over ranks is the result
+
+This is the scheme of Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053). Norms, embeddings and the
+router are whole on every rank, so hidden states are equal on all of them, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+class Shard:
+    """Rank 0 of 1: everything, and nothing to join. `device/ranks.py` has the other kind."""
+
+    rank, ranks = 0, 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """x of every rank added up, in place; the same bits on every rank."""
+        return x
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., n] of every rank side by side, [..., n * ranks]."""
+        return x
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `start` to `start + rows` of a tensor that has `total` rows."""
+
+    name: str
+    total: int
+    start: int
+    rows: int
+
+
+def whole(name: str, rows: int) -> Piece:
+    return Piece(name, rows, 0, rows)
+
+
+def cut(shard: Shard, n: int) -> tuple[int, int]:
+    """(start, count) of a rank's equal part of n; n must be a multiple of the ranks."""
+    count = n // shard.ranks
+    return shard.rank * count, count
+
+
+def cut_heads(shard: Shard, heads: int) -> tuple[int, int]:
+    """As `cut`. Where there are fewer heads than ranks, several ranks hold the same one."""
+    if heads >= shard.ranks:
+        return cut(shard, heads)
+    return shard.rank * heads // shard.ranks, 1
+
+
+def rows_of(shard: Shard, name: str, total: int, first: int = 0, size: int | None = None) -> Piece:
+    """A rank's equal part of rows `first` to `first + size` (None: to the end)."""
+    start, count = cut(shard, total - first if size is None else size)
+    return Piece(name, total, first + start, count)
+
+
+def heads_of(shard: Shard, name: str, heads: int, head_dim: int, first: int = 0, total: int | None = None) -> Piece:
+    """The rows of a rank's heads, of a tensor whose heads begin at row `first`."""
+    start, count = cut_heads(shard, heads)
+    return Piece(name, heads * head_dim if total is None else total, first + start * head_dim, count * head_dim)

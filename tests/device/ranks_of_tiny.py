@@ -1,0 +1,49 @@
+"""What a rank of a tiny model runs; a module of its own, since spawned processes import it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stretto.attn.torch_ragged import TorchRagged
+from stretto.device.kv import KVCache, group_layers
+from stretto.device.ranks import RankShard
+from stretto.device.runner import Runner
+from stretto.device.slots import SlotTable
+from stretto.device.streams import DeviceHalf, make_device
+from stretto.model.api import CausalModel
+from stretto.model.load import load_model
+from stretto.spec.ngram import NgramDrafter
+
+SLOTS, CONTEXT, PAGES, PAGE = 9, 256, 128, 4
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """What travels to the ranks."""
+
+    folder: Path
+    overlap: bool = True
+    drafts: int = 0
+    broken: int = -1  # this rank reads the logits of the others wrongly
+    dies: int = -1  # this rank ends before its first step
+
+
+def half_of(tiny: Tiny, shard: RankShard) -> tuple[DeviceHalf, int]:
+    half, _ = rank_half(tiny, shard)
+    if shard.rank == tiny.dies:
+        half.launch = lambda packed: (_ for _ in ()).throw(RuntimeError("out of luck"))  # type: ignore[method-assign]
+    return half, int(tiny.overlap)
+
+
+def rank_half(tiny: Tiny, shard: RankShard) -> tuple[DeviceHalf, CausalModel]:
+    if shard.rank == tiny.broken:
+        shard.join = lambda x: RankShard.join(shard, x).roll(1, -1)  # type: ignore[method-assign]
+    model = load_model(tiny.folder, dtype=torch.float32, device=torch.device("cpu"), shard=shard)
+    groups = group_layers(model.layers)
+    kv = KVCache(model.layers, groups, [PAGES] * len(groups), PAGE, model.dtype, model.device)
+    table = SlotTable(SLOTS, CONTEXT, PAGE, len(groups), model.device)
+    drafter = NgramDrafter(tiny.drafts) if tiny.drafts else None
+    return make_device(Runner(model, TorchRagged(), kv, table, drafter), tiny.overlap), model

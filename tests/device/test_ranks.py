@@ -1,0 +1,112 @@
+"""Tensor parallelism on CPUs: two ranks in two processes give what one gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.device.ranks import RankFailed
+from stretto.engine.core import EngineCore
+from stretto.engine.ranks import Ranks
+from stretto.host.half import HostHalf
+from stretto.host.limits import HostLimits
+from stretto.model.config import ConfigError
+from stretto.model.load import load_model
+from stretto.model.shard import Shard, cut_heads, heads_of, rows_of
+from stretto.params import SamplingParams
+from stretto.protocol import EngineInfo
+from tests.device.ranks_of_tiny import CONTEXT, PAGE, PAGES, SLOTS, Tiny, half_of, rank_half
+from tests.engine.small import VOCAB, Oracle, Run, greedy, save_tiny
+
+PROMPTS = [[5, 9, 2, 7, 1, 30], [8, 8, 1, 8, 8, 1, 8, 8], [60 + i for i in range(40)]]
+TOKENS = 24
+
+
+@contextmanager
+def engine(tiny: Tiny) -> Iterator[EngineCore]:
+    """Two ranks."""
+    threads = torch.get_num_threads()
+    ranks = Ranks(2, "cpu", tiny, half_of)
+    try:
+        own, model = rank_half(tiny, ranks.join())
+        device = ranks.lead(own)
+        limits = HostLimits(page_size=PAGE, pages=(PAGES,) * len({s.window for s in model.layers}),
+                            windows=tuple(sorted({s.window for s in model.layers}, key=lambda w: (w is not None, w))),
+                            max_slots=SLOTS, max_model_len=CONTEXT, chunk=7, budget=40, width=tiny.drafts,
+                            depth=int(tiny.overlap), seeds=random.Random(0))
+        info = EngineInfo(model_name="tiny", vocab_size=VOCAB, max_model_len=CONTEXT, max_num_seqs=SLOTS - 1,
+                          kv_tokens=limits.kv_tokens, eos_token_ids=[])
+        core = EngineCore(HostHalf(limits), device, info, int(tiny.overlap))
+        yield core
+        with suppress(RankFailed):  # of an engine that has failed before
+            core.close()
+    finally:
+        ranks.close()
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("family", "drafts", "overlap"), [
+    ("llama", 3, True), pytest.param("qwen2", 0, False, marks=pytest.mark.full),
+    pytest.param("phi3", 3, True, marks=pytest.mark.full), pytest.param("glm4", 0, True, marks=pytest.mark.full),
+    pytest.param("gemma3", 3, True, marks=pytest.mark.full), pytest.param("mixtral", 3, True, marks=pytest.mark.full),
+    pytest.param("qwen3_moe", 0, True, marks=pytest.mark.full)])
+def test_two_ranks_give_the_text_of_one(tmp_path: Path, family: str, drafts: int, overlap: bool):
+    oracle = Oracle(None, save_tiny(tmp_path, family, 16 if family == "gemma3" else None))  # type: ignore[arg-type]
+    sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=TOKENS, logprobs=2)
+    with engine(Tiny(tmp_path, overlap, drafts)) as core:
+        run = Run(core)
+        for i, prompt in enumerate(PROMPTS):
+            run.submit(f"greedy {i}", prompt, greedy(TOKENS))
+            run.submit(f"sampled {i}", prompt, sampled)
+            run.step(2)
+        run.finish()
+        for i, prompt in enumerate(PROMPTS):
+            assert run.ids(f"greedy {i}") == oracle.answer(prompt, TOKENS)
+            assert len(run.ids(f"sampled {i}")) == TOKENS
+        assert run.counters["mixed_steps"] > 0 and (run.counters["drafted"] > 0) == bool(drafts)
+
+
+def test_case_6_11_a_rank_that_computes_something_else_ends_the_engine(tmp_path: Path):
+    save_tiny(tmp_path, "llama")
+    with engine(Tiny(tmp_path, broken=1)) as core:
+        run = Run(core)
+        run.submit("x", PROMPTS[0], greedy(TOKENS))
+        with pytest.raises(RankFailed, match="rank 1 computed another result"):
+            run.finish()
+
+
+def test_a_rank_that_fails_ends_the_engine_with_its_reason(tmp_path: Path):
+    save_tiny(tmp_path, "llama")
+    with engine(Tiny(tmp_path, dies=1)) as core:
+        run = Run(core)
+        run.submit("x", PROMPTS[0], greedy(TOKENS))
+        with pytest.raises(RankFailed, match="rank 1 failed: RuntimeError: out of luck"):
+            run.finish()
+
+
+# ------------------------------------------------------------------------------------------------------------- cutting
+class Rank(Shard):
+    def __init__(self, rank: int, ranks: int):
+        self.rank, self.ranks = rank, ranks
+
+
+def test_pieces_cover_everything_once():
+    for ranks in (1, 2, 4):
+        pieces = [rows_of(Rank(r, ranks), "x", 24, 8, 16) for r in range(ranks)]
+        assert [row for p in pieces for row in range(p.start, p.start + p.rows)] == list(range(8, 24))
+    assert [cut_heads(Rank(r, 8), 2) for r in range(8)] == [(0, 1)] * 4 + [(1, 1)] * 4
+    assert heads_of(Rank(3, 4), "k", 2, 16, 100, 200).start == 116
+
+
+@pytest.mark.parametrize(("family", "ranks", "message"), [
+    ("llama", 3, "cannot be shared equally by 3 ranks"), ("olmo2", 2, "over all heads"),
+    ("gpt_oss", 2, "interleave"), ("granite", 2, "not cut into ranks")])
+def test_models_that_cannot_be_cut_are_refused(tmp_path: Path, family: str, ranks: int, message: str):
+    save_tiny(tmp_path, family)
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"), shard=Rank(0, ranks))
