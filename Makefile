@@ -81,7 +81,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 docs: $(STAMP)
-	TRITON_INTERPRET=0 $(BIN)/stretto matrix --write
+	TRITON_INTERPRET=0 $(BIN)/python -m stretto.cli.matrix_page
 	$(BIN)/python -m stretto.model.table docs/models.md
 	$(BIN)/python -m stretto.cli.flags docs/configuration.md
 

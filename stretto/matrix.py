@@ -2,7 +2,7 @@
 
     FEATURES     the rows, and columns, of the matrix; one declaration each
     REFUSALS     pairs that cannot work, with the sentence by which they are refused
-    matrix.json  for every other pair a test in which both happened: written by `stretto matrix --write`, which collects
+    matrix.json  for every other pair a test in which both happened: written by `make docs`, which collects
                  what the tests declare (`tests/proofs.py`: a declared feature that did not happen fails its test)
 
 A new feature is one line in FEATURES; its cells are "untested", and a test fails, until a test proves them.
@@ -36,6 +36,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("retraction", "a request lost its pages while it answered, and came back"),
     Feature("abort", "a request was ended after its first tokens, beside others"),
     Feature("prefix cache", "cells that another request had computed"),
+    Feature("host memory", "KV that was copied to host memory when its pages went, and back when it was needed"),
     Feature("window", "pages behind the window that were given back while their request ran"),
     *(Feature(f"page size {size}", "sequences of several pages", "page size") for size in (1, 16, 64, 256)),
     Feature("session: tag", "a second turn that sent its history again, and computed only what was new", "session"),

@@ -103,8 +103,8 @@ def test_the_page_of_what_works_is_up_to_date():
     """In a process of its own: where kernels run in Triton's interpreter, they declare the CPU too."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    written = run(sys.executable, "-c", "from stretto.cli.matrix import collected; from stretto.cli.matrix_page import"
-                  " matrix_page; from stretto.matrix import dump; m = collected(); print(dump(m), matrix_page(m))",
+    written = run(sys.executable, "-c", "from stretto.cli.matrix_page import collected, matrix_page; from"
+                  " stretto.matrix import dump; m = collected(); print(dump(m), matrix_page(m))",
                   TRITON_INTERPRET="0")
     assert written.returncode == 0, written.stderr
     record, page = (ROOT / "stretto/matrix.json").read_text(), (ROOT / "docs/matrix.md").read_text()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from string import ascii_uppercase
 
 from stretto.attn.api import AttnCaps, LayerSpec
@@ -17,16 +22,18 @@ from stretto.compat import (
     engine_component,
     model_taps,
 )
-from stretto.matrix import Matrix
+from stretto.matrix import Matrix, Proof, dump, fewest
 from stretto.spec.registry import BUILT_IN, DrafterError
 
 HEAD_DIMS = (8, 64, 80, 96, 128, 256, 512)
 PAGE_SIZES = (1, 16, 64, 256)
 
+ROOT = Path(__file__).parents[2]  # of a checkout
+PAGE, RECORD = "docs/matrix.md", "stretto/matrix.json"
 HEAD = """# What works with what
 
-This page is written by `stretto matrix --write`, from what tests prove and what components declare; a test compares it
-with both. `stretto matrix FEATURE FEATURE` prints one cell.
+This page is written by `make docs`, from what tests prove and what components declare; a test compares it with both.
+`stretto matrix FEATURE FEATURE` prints one cell.
 
 ## Features with features
 
@@ -130,3 +137,34 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
 
+
+# ---------------------------------------------------------------------------------------------------------- collection
+def collected(root: Path = ROOT) -> Matrix:
+    """What the tests of a checkout declare to prove: as few of them as show every pair; of those that run always before
+    those that are marked `full`, and before those that need a GPU. Raises ValueError."""
+    if not (root / "tests").is_dir():
+        raise ValueError(f"{root} is no checkout of the project: it has no folder tests")
+    files = sorted(str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py")
+                   if "tests.proofs" in path.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "proofs.json"
+        ran = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p",
+                              "no:cacheprovider", "--proofs", str(out), *files], cwd=root, capture_output=True,
+                             text=True)
+        if not out.exists():
+            raise ValueError(f"the tests cannot be collected:\n{ran.stdout}{ran.stderr}")
+        found = json.loads(out.read_text())
+    ranks = [[Proof(one["test"], tuple(one["features"])) for one in found if one["rank"] == rank] for rank in range(3)]
+    return Matrix(fewest(*ranks))
+
+
+def write() -> None:
+    """docs/matrix.md and the record, of this checkout."""
+    found = collected()
+    (ROOT / RECORD).write_text(dump(found))
+    (ROOT / PAGE).write_text(matrix_page(found))
+    print(f"{PAGE}: {len(found.features)} features, {len(found.proofs)} proofs, {len(found.untested())} cells untested")
+
+
+if __name__ == "__main__":
+    write()

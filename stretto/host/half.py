@@ -69,6 +69,7 @@ class HostHalf:
         self.planner = Planner(limits, self.ledger, self.slots, self.queue, self._ops, self.counters,
                                self.sessions.reclaim, self._expire, self._quarantine)
         self._unsent: list[Output] = []  # of turns that ended while a step was planned
+        self._audited = 0  # steps when every page was looked at for the last time
 
     def submit(self, request: Request) -> None:
         """Raises RequestError where the request can never run, or its id is live."""
@@ -124,8 +125,15 @@ class HostHalf:
         return self.sessions.info(action.sid) if left else before, outputs
 
     def tick(self) -> None:
-        """Called now and then, also when idle: closes sessions that were idle for too long."""
+        """Called now and then, also when idle: closes sessions that were idle for too long; looks at every page where
+        nothing runs, once after the last step."""
         self.sessions.expire()
+        if self.counters.steps != self._audited and not self.has_work:
+            self._audited = self.counters.steps
+            try:
+                self.audit()
+            except HostFault as fault:
+                self._contain(fault)
 
     def plan(self) -> StepPlan | None:
         """The next step; None where nothing can run before a result or a request comes.
@@ -204,15 +212,27 @@ class HostHalf:
         return outputs
 
     def _check(self) -> None:
-        """The pool equation. A server counts a broken one, and says so once."""
+        """The pool equation."""
         try:
             self.ledger.check()
         except HostFault as fault:
-            if self.limits.strict:
-                raise
-            if not self.counters.broken_books:
-                logger.error("%s", fault)
-            self.counters.broken_books += 1
+            self._contain(fault)
+
+    def _contain(self, fault: HostFault) -> None:
+        """Books that do not add up end a test. A server counts it, tells the last steps, ends the requests whose pages
+        are in doubt and takes such pages from idle sessions; then it serves on."""
+        if self.limits.strict:
+            raise fault
+        self.counters.broken_books += 1
+        logger.error("%s; the last results: %s", fault, self.results.recent)
+        turns = [turn for turn in self._live if turn.lease is not None]
+        leases = [turn.lease for turn in turns if turn.lease is not None]
+        doubtful = self.ledger.repair([*leases, *self.sessions.leases()])
+        self.sessions.forget(doubtful)
+        for turn in turns:
+            if turn.lease in doubtful:
+                turn.lease = None
+                self._unsent += self.results.quarantine(turn, fault)
 
     def take_outputs(self) -> list[Output]:
         outputs, self._unsent = self._unsent, []

@@ -24,7 +24,7 @@ instead of pages: it belongs beside `pages` in Lease, taken in `reserve` and ret
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,6 +85,7 @@ class Ledger:
         self._is_free = [bytearray([1]) * (n + 1) for n in self.n_pages]
         self.leased = [0] * len(self.windows)
         self.fenced: list[Lease] = []  # set aside after a broken check
+        self.lost = [0] * len(self.windows)  # pages of each group that nobody held when a broken check was repaired
         self.tree = PrefixTree(self.windows, self.page_size)
         self.hit_tokens = 0
         page_bytes = limits.page_bytes or (1,) * len(self.windows)
@@ -605,29 +606,53 @@ class Ledger:
     def check(self) -> None:
         """The pool equation, O(1)."""
         for g, n in enumerate(self.n_pages):
-            total = len(self.free[g]) + self.leased[g] + self.tree.held[g]
+            total = len(self.free[g]) + self.leased[g] + self.tree.held[g] + self.lost[g]
             if total != n:
                 raise HostFault(f"group {g}: {len(self.free[g])} free + {self.leased[g]} leased +"
-                                f" {self.tree.held[g]} shared pages are not {n}")
+                                f" {self.tree.held[g]} shared + {self.lost[g]} lost pages are not {n}")
         if self.tier is not None:
             self.tier.check()
 
     def audit(self, leases: Iterable[Lease]) -> None:
         """Every page in exactly one place, every reference and pin counted. O(pages)."""
         self.check()
-        leases, nodes = [*leases, *self.fenced], self.tree.nodes()
+        leases, nodes = list(leases), self.tree.nodes()
         self.tree.audit(nodes)
         if self.tier is not None:
             self.tier.audit(nodes)
         for g in self._groups:
             held = [n.pages[g] for n in nodes if n.pages[g] != NULL_PAGE]
-            for lease in leases:
-                held += [p for p in lease.pages[g][len(lease.nodes):] if p != NULL_PAGE]
+            held += [page for lease in leases for page in _own(lease, g)]
             need(len(held) == len(set(held)), f"a page of group {g} has two owners")
-            everywhere = sorted(held + list(self.free[g]))
+            everywhere = [*held, *self._aside(g, held), *self.free[g]]
             need(len(everywhere) == len(set(everywhere)), f"a page of group {g} is free and held")
-            need(len(everywhere) == self.n_pages[g], f"a page of group {g} leaked")
-        self._audit_references(leases, nodes)
+            need(len(everywhere) == self.n_pages[g] - self.lost[g], f"a page of group {g} leaked")
+        self._audit_references([*leases, *self.fenced], nodes)
+
+    def _aside(self, group: int, held: Iterable[int]) -> set[int]:
+        """Pages that only fenced leases hold."""
+        return {page for lease in self.fenced for page in _own(lease, group)}.difference(held)
+
+    def repair(self, leases: Sequence[Lease]) -> list[Lease]:
+        """After a broken check: makes the books follow what is held, so that later checks mean something. Leases with a
+        page that is also free, shared, or held by another are fenced and returned. A page that nobody holds is lost."""
+        owners = [Counter(n.pages[g] for n in self.tree.nodes()) + Counter(set(self.free[g])) for g in self._groups]
+        for g, counts in enumerate(owners):
+            counts.update(page for lease in leases for page in _own(lease, g))
+        doubtful = [lease for lease in leases
+                    if any(owners[g][page] > 1 for g in self._groups for page in _own(lease, g))]
+        for lease in doubtful:
+            self.fence(lease)
+        sound = [lease for lease in leases if lease not in doubtful]
+        for g, n in enumerate(self.n_pages):
+            shared = {node.pages[g] for node in self.tree.nodes()} - {NULL_PAGE}
+            own = {page for lease in sound for page in _own(lease, g)}
+            own |= self._aside(g, shared | own)
+            self.free[g] = deque(page for page in dict.fromkeys(self.free[g]) if page not in shared | own)
+            self._is_free[g] = bytearray(page in set(self.free[g]) for page in range(n + 1))
+            self.leased[g] = len(own)
+            self.lost[g] = n - len(self.free[g]) - len(own) - self.tree.held[g]
+        return doubtful
 
     def _audit_references(self, leases: list[Lease], nodes: list[Node]) -> None:
         refs: dict[int, int] = {}
@@ -644,3 +669,8 @@ class Ledger:
             need(node.refs == refs.get(node.serial, 0), "a node's references are not the leases that lead through it")
             for g in self._groups:
                 need(node.pins[g] == pins.get((node.serial, g), 0), "a page's pins are not the leases that hold it")
+
+
+def _own(lease: Lease, group: int) -> list[int]:
+    """Pages that a lease holds alone."""
+    return [page for page in lease.pages[group][len(lease.nodes):] if page != NULL_PAGE]

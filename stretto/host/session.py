@@ -15,6 +15,7 @@ decided here alone, when a verb or a tick looks at the clock.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import log2
@@ -228,6 +229,12 @@ class Sessions:
         self._floor = session.rank[0]
         session.home, session.lease = self._ledger.give_up(session.lease, session.tokens), None
         return True
+
+    def forget(self, leases: Sequence[Lease]) -> None:
+        """Leases that were set aside: their sessions keep their ids."""
+        for session in [session for session in self._idle if session.lease in leases]:
+            session.lease = None
+            del self._idle[session]
 
     def reclaim_all(self) -> None:
         while self.reclaim():
