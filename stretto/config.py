@@ -175,7 +175,7 @@ class ParallelSection:
     """Several devices."""
 
     tensor_parallel_size: int = 1
-    """GPUs that share each layer."""
+    """GPUs, or processes on a CPU, that share each layer."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,8 @@ class ServeSection:
     """Private key of the certificate."""
     root_path: str = ""
     """Path under which a proxy shows the server."""
+    allowed_origins: tuple[str, ...] = ()
+    """An origin whose web pages may call the server, such as https://chat.example, or *; may be given several times."""
     api_key: tuple[str, ...] = ()
     """A key that clients must send; may be given several times."""
     admin_api_key: tuple[str, ...] = ()
@@ -251,6 +253,7 @@ class DeviceFacts:
     memory_free: int
     cores: int = 1
     bfloat16: bool = False  # computes in bfloat16 natively
+    count: int = 1  # devices of this kind; the memory is of one, where GPUs differ of the smallest
 
 
 @dataclass(frozen=True)
@@ -275,6 +278,8 @@ class ModelFacts:
     parameters: int
     dtype: str  # of the checkpoint
     kv_groups: tuple[KVGroupFacts, ...]
+    n_kv_heads: int = 1
+    native: bool = True  # run by this engine's own layers, not by transformers' modules
     sampling_defaults: tuple[tuple[str, float], ...] = ()  # of generation_config.json, by the names of SamplingParams
 
 
@@ -459,7 +464,7 @@ class _Resolution:
         check_values(self.config)
         device = self._device()
         width, lookahead = self._speculation()
-        self._parallel()
+        self._parallel(device)
         self._stop_if_refused()
         assert device is not None  # or it was refused
         dtype = self._dtype(device)
@@ -563,11 +568,23 @@ class _Resolution:
         self._note("speculation_tokens", tokens, f"0..{width}" if tokens == "auto" else width, why)
         return width, caps.lookahead if width else 0
 
-    def _parallel(self) -> None:
-        ranks = self.config.parallel.tensor_parallel_size
-        if ranks > 1:
-            self._refuse(f"--tensor-parallel-size {ranks}", "engine stretto", "one device runs the whole model so far",
-                         "set it to 1")
+    def _parallel(self, device: DeviceFacts | None) -> None:
+        ranks, config = self.config.parallel.tensor_parallel_size, self.config
+        self._note("tensor_parallel_size", ranks, ranks, "the ranks share each layer" if ranks > 1 else "")
+        if ranks == 1:
+            return
+        flag = f"--tensor-parallel-size {ranks}"
+        if device is not None and device.kind == "cuda" and device.count < ranks:
+            self._refuse(flag, "this machine", f"it has {device.count} GPU{'s' * (device.count > 1)}",
+                         f"set {device.count} or fewer")
+        if not self.model.native:
+            self._refuse(flag, f"model {self.model.name}", "it runs through transformers' own modules, which are not cut"
+                         " into ranks", "set it to 1")
+        for on, feature, why in ((config.lora.on, "--enable-lora", "adapters are not cut into ranks"),
+                                 (config.model.deterministic, "--deterministic", "sums over ranks round otherwise"),
+                                 (config.kv.kv_host_bytes, "--kv-host-bytes", "each rank would time its own copies")):
+            if on:
+                self._refuse(flag, feature, why, "leave one of them out")
 
     # ------------------------------------------------------------------------------------------ sizes of a step
     def _context(self) -> int:
@@ -613,7 +630,10 @@ class _Resolution:
 
     # ------------------------------------------------------------------------------------------ memory
     def _weights(self, dtype: str) -> int:
-        return self.model.parameters * ITEM_BYTES[dtype]
+        """On one device: the embedding whole, the rest cut."""
+        embedding = self.model.vocab_size * self.model.hidden_size
+        cut = (self.model.parameters - embedding) // self.config.parallel.tensor_parallel_size
+        return (embedding + max(cut, 0)) * ITEM_BYTES[dtype]
 
     def _step_buffers(self, dtype: str, seqs: int, budget: int, width: int) -> int:
         """Activations of one layer at the widest step, and three copies of the logits."""
@@ -698,8 +718,11 @@ class _Resolution:
     def _union_of_groups(self) -> tuple[KVGroupFacts, ...]:
         """The model's and the drafter's layers of one window share a group, since they share its page table."""
         own = self.drafter.kv_groups if self.drafter else ()
-        values: dict[int | None, int] = {}
-        for group in (*self.model.kv_groups, *own):
+        heads, ranks = self.model.n_kv_heads, self.config.parallel.tensor_parallel_size
+        held = max(1, heads // ranks)  # KV heads of a rank
+        values = {group.window: group.values * held // heads if ranks > 1 else group.values
+                  for group in self.model.kv_groups}
+        for group in own:
             values[group.window] = values.get(group.window, 0) + group.values
         order = sorted(values, key=lambda window: (window is not None, window or 0))
         return tuple(KVGroupFacts(window, values[window]) for window in order)

@@ -28,9 +28,9 @@ from stretto.text.tokenizer import TokenizerError
 
 START_CORE = "stretto.engine.build:start_core"  # by name: it needs torch
 
-SAME_NAME = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "root_path", "strict_requests", "request_timeout",
-             "drain_timeout", "stall_timeout", "engine_restarts", "max_live_requests", "max_body_bytes", "log_level",
-             "log_format", "access_log", "otlp_traces_endpoint")
+SAME_NAME = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "root_path", "allowed_origins", "strict_requests",
+             "request_timeout", "drain_timeout", "stall_timeout", "engine_restarts", "max_live_requests",
+             "max_body_bytes", "log_level", "log_format", "access_log", "otlp_traces_endpoint")
 
 
 def serve(server: ServerOptions = SERVER) -> int:

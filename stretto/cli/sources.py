@@ -101,7 +101,7 @@ def read_variables(environment: Mapping[str, str], told: Told) -> dict[str, obje
             continue
         if name not in known:
             told.void.append(f"the variable {variable} is not a setting{_suggestion(name, known, PREFIX)}")
-        elif name in ("api_key", "admin_api_key", "served_model_name"):
+        elif name in ("allowed_origins", "api_key", "admin_api_key", "served_model_name"):
             found[name] = [part for part in re.split(r"[,\s]+", value) if part]
         else:
             found[name] = value

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from stretto import __version__
@@ -32,6 +33,8 @@ from stretto.serve.schemas import ChatRequest, CompletionRequest
 from stretto.serve.service import Generation, Service
 from stretto.serve.sessions import sessions
 from stretto.serve.settings import ServeSettings
+
+READABLE_HEADERS = ["X-Request-Id", "X-Stretto-Ignored", "Retry-After"]  # by pages of other origins
 
 
 def build_app(engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSettings,
@@ -58,7 +61,10 @@ def build_app(engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSet
     if settings.api_keys or settings.admin_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys, admin_keys=settings.admin_keys)
     app.add_middleware(AnswerCounts, metrics=service.metrics)
-    app.add_middleware(RequestIds)  # outermost: a refusal has its id as well
+    app.add_middleware(RequestIds)  # outside of them: a refusal has its id as well
+    if settings.allowed_origins:  # outermost: a browser asks without a key what it may do
+        app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"],
+                           allow_headers=["*"], expose_headers=READABLE_HEADERS)
     return app
 
 
@@ -100,8 +106,12 @@ def inference(service: Service) -> APIRouter:
 
 
 def _check_completion(service: Service, body: CompletionRequest) -> None:
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise errors.unsupported("best_of", f"it can only equal n, which is {body.n or 1}; all n choices are returned")
+    n, best_of = body.n or 1, body.best_of or body.n or 1
+    if best_of < n:
+        raise bad_request(f"best_of is {best_of}, fewer than the {n} choices of n", "best_of")
+    if best_of > n and body.stream:
+        raise bad_request("best_of chooses when all answers have ended, so it cannot be streamed: leave out stream",
+                          "best_of")
     if isinstance(body.prompt, list) and type(body.prompt[0]) is not int:
         limit = service.settings.max_prompts
         if len(body.prompt) > limit:

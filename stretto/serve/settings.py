@@ -40,6 +40,7 @@ class ServeSettings:
     access_log: bool = False
     otlp_traces_endpoint: str | None = None  # where spans are sent, by OTLP over HTTP
     root_path: str = ""
+    allowed_origins: tuple[str, ...] = ()  # of web pages elsewhere that may call; "*": any
 
     def __post_init__(self) -> None:
         if any(not key for key in (*self.api_keys, *self.admin_keys)):

@@ -103,3 +103,22 @@ def test_spans_of_a_trace_nest_and_do_not_overlap():
     assert begins[0]["name"] == "prefill + decode" and begins[1]["name"] == "verify" and begins[0]["ts"] < ends[0]["ts"]
     counters = [event["args"] for event in trace["traceEvents"] if event["ph"] == "C"]
     assert counters == [{"prefill": 5, "decode": 1, "verify": 0}, {"prefill": 0, "decode": 0, "verify": 3}]
+
+
+async def test_pages_of_allowed_origins_may_call():
+    """A browser asks first, without a key; and may read what helps it when it was refused."""
+    page, other = "https://chat.example", "https://else.example"
+    async with make_api(CoreOptions(), allowed_origins=(page,), api_keys=("secret",)) as api:
+        asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+        allowed = await api.http.options("/v1/chat/completions", headers=asks | {"Origin": page})
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == page
+        refused = await api.http.options("/v1/chat/completions", headers=asks | {"Origin": other})
+        assert "access-control-allow-origin" not in refused.headers
+        answer = await api.http.post("/v1/completions", json={"prompt": "say:hi", "stream": True},
+                                     headers={"Origin": page, "Authorization": "Bearer secret"})
+        assert answer.headers["access-control-allow-origin"] == page and answer.text.endswith("[DONE]\n\n")
+        assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
+        keyless = await api.http.post("/v1/completions", json={"prompt": "x"}, headers={"Origin": page})
+        assert keyless.status_code == 401 and keyless.headers["access-control-allow-origin"] == page
+    async with make_api(CoreOptions()) as api:
+        assert "access-control-allow-origin" not in (await api.http.get("/version", headers={"Origin": page})).headers
