@@ -524,6 +524,38 @@ def forced_text_that_was_dropped(m: Patch) -> None:
 
 
 # --------------------------------------------------------------------------------- the device half's share of the laws
+class TailsWithoutQuery(FakeDevice):
+    """The decode rows of a mixed step feed nothing, and sample all the same."""
+
+    def step_row(self, s, epoch, q_cap):
+        self.chunked = getattr(self, "chunked", -1) if self._row else -1
+        slot = self.slots[s]
+        if slot[Int.KNOWN] - slot[Int.LEN] > 1:
+            self.chunked = self._row
+        elif self.chunked >= 0 and not slot[Int.DONE] and slot[Int.GOAL] == Goal.GENERATE:
+            slot.log[slot[Int.KNOWN] - 1] = 0  # what is sampled follows another row's last token
+        return super().step_row(s, epoch, q_cap)
+
+
+class RelayReadBeforeItIsWritten(FakeDevice):
+    def _commit(self, slot, base, q, n_out, new):
+        super()._commit(slot, base, q, n_out, new)
+        if new and not slot[Int.DONE]:
+            slot.log[slot[Int.KNOWN] - 1] = slot.log[slot[Int.KNOWN] - 2]
+
+
+class LengthsOneStepStale(FakeDevice):
+    """Rows are bound to the lengths of the step before."""
+
+    def step_row(self, s, epoch, q_cap):
+        slot, kept = self.slots[s], vars(self).setdefault("kept", {})
+        now = (slot[Int.LEN], slot[Int.KNOWN])
+        before = kept.get((s, epoch), now)
+        kept[s, epoch] = now
+        slot[Int.LEN], slot[Int.KNOWN] = before
+        return super().step_row(s, epoch, q_cap)
+
+
 class WindowsBeyondTheirMask(FakeDevice):
     """Only the first place of a window is masked."""
 
@@ -686,6 +718,9 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None] | type[FakeDevice], dict]] = {
     "ids_behind_the_grammars_end": (ids_behind_the_grammars_end, dict(GRAMMAR, drafter="ngram", accept=1.0)),
     "min_tokens_forgotten_by_a_grammar": (min_tokens_forgotten_by_a_grammar, GRAMMAR),
     "forced_text_that_was_dropped": (forced_text_that_was_dropped, dict(GRAMMAR, drafter="eagle")),
+    "tails_without_query": (TailsWithoutQuery, dict(SPEC, mixed=True, cap_policy="one_in_mixed")),
+    "relay_read_before_it_is_written": (RelayReadBeforeItIsWritten, SPEC),
+    "lengths_one_step_stale": (LengthsOneStepStale, SPEC),
     "windows_beyond_their_mask": (WindowsBeyondTheirMask, dict(GRAMMAR, drafter="ngram")),
     "cap_ignored": (CapIgnored, dict(SPEC, accept=0.95, drafter="ngram", random_caps=True)),
 }
