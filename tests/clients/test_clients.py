@@ -11,7 +11,7 @@ import pytest
 from tests.clients.environments import node_environment, python_environment
 from tests.serve.test_server import Program, program
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # an environment may have to be made first
 SCRIPTS = Path(__file__).parent / "scripts"
 KEY = "secret"
 

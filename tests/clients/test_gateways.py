@@ -17,7 +17,7 @@ import pytest
 from tests.clients.environments import python_environment
 from tests.serve.test_server import Program, program
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # an environment may have to be made first
 Command = Callable[[list[str], int, int], list[str]]
 
 
