@@ -190,7 +190,7 @@ def paced(bench: Bench, core: EngineCore, lab: Lab) -> None:
         rng = random.Random(1)
         sizes = [(int(64 * (longest / 64) ** rng.random()), int(least * (512 / least) ** rng.random()))
                  for _ in range(count)]
-        first, gaps = arrivals(bench, rehost(core, chunk=512, budget=768), sizes, rate, rng)
+        first, gaps = arrivals(bench, rehost(core, chunk=512, budget=512), sizes, rate, rng)
         for what, values, target in (("TTFT", first, "<= 1.0 x"), ("ITL", gaps, "<= 0.6 x")):
             p50, p90, p99 = (sorted(values)[min(int(q * len(values)), len(values) - 1)] * 1e3 for q in (0.5, 0.9, 0.99))
             bench.add(Figure(f"8B, {name}: {what} p99", p99, "ms", target, None, peer,
