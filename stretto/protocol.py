@@ -314,6 +314,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
         request.sampling.check(info.vocab_size, info.max_logprobs)
     except ValueError as e:
         raise RequestError(str(e), param=getattr(e, "param", None)) from e
+    _check_processors(request, info)
     if request.pooling is not None:
         _check_pooling(request, info)
 
@@ -327,6 +328,9 @@ def _check_pooling(request: Request, info: EngineInfo) -> None:
     if request.session is not None:
         raise RequestError("pooling and sessions exclude each other: an embedding is of its own tokens alone",
                            param="pooling")
+
+
+def _check_processors(request: Request, info: EngineInfo) -> None:
     for use in request.sampling.logit_processors:
         if use.source and not info.custom_logit_processor:
             raise RequestError("custom_logit_processor brings code, which this server does not run: it was started"
