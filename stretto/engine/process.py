@@ -59,9 +59,11 @@ class ZmqInbox:
                 return commands
 
 
-def _die_with_parent(parent_pid: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_parent(parent_pid: int) -> None:
+    """This process ends a second after its parent at the latest, whatever it waits for then. Called first thing;
+    signals that reach the whole process group are left to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def watch() -> None:
         while os.getppid() == parent_pid:
@@ -71,11 +73,16 @@ def _die_with_parent(parent_pid: int) -> None:
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
+def _die_with_parent(parent_pid: int) -> None:
+    """The same at once, where the kernel can see to it: when the thread ends that has started this process."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(parent_pid)
+
+
 def _child_main(factory: CoreFactory, address: str, parent_pid: int, log_level: int,
                 log_format: Literal["text", "json"]) -> None:
     """Runs in the child. Exits with 0 after Shutdown, with 1 when the engine failed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent(parent_pid)
     set_up_logging(log_level, log_format, "engine")
     context = zmq.Context()

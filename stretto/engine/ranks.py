@@ -14,6 +14,7 @@ import torch
 
 from stretto.device.ranks import RanksDevice, RankShard, join_ranks, serve_rank
 from stretto.device.streams import DeviceHalf
+from stretto.engine.process import end_with_parent
 
 MakeDevice = Callable[[Any, RankShard], tuple[DeviceHalf, int]]
 """(what the engine was prepared with, the rank) -> (its device half, steps in flight); a function of a module."""
@@ -32,7 +33,8 @@ class Ranks:
         self._processes, self._connections = [], []
         for rank in range(1, ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_run, args=(rank, ranks, self.address, device_type, prepared, make, there),
+            process = context.Process(target=_run, args=(os.getpid(), rank, ranks, self.address, device_type, prepared,
+                                                         make, there),
                                       name=f"stretto rank {rank}", daemon=True)
             process.start()
             there.close()
@@ -65,8 +67,9 @@ def rank_device(device_type: str, rank: int) -> torch.device:
     return torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
 
 
-def _run(rank: int, ranks: int, address: str, device_type: str, prepared: Any, make: MakeDevice,
+def _run(parent: int, rank: int, ranks: int, address: str, device_type: str, prepared: Any, make: MakeDevice,
          leader: Connection) -> None:
+    end_with_parent(parent)  # it may be waiting for the others when the engine is killed
     if device_type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -25,6 +31,7 @@ from tests.engine.small import VOCAB, Oracle, Run, greedy, save_tiny
 
 PROMPTS = [[5, 9, 2, 7, 1, 30], [8, 8, 1, 8, 8, 1, 8, 8], [60 + i for i in range(40)]]
 TOKENS = 24
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
@@ -90,17 +97,12 @@ def test_a_rank_that_fails_ends_the_engine_with_its_reason(tmp_path: Path):
 
 
 # ------------------------------------------------------------------------------------------------------------- cutting
-class Rank(Shard):
-    def __init__(self, rank: int, ranks: int):
-        self.rank, self.ranks = rank, ranks
-
-
 def test_pieces_cover_everything_once():
     for ranks in (1, 2, 4):
-        pieces = [rows_of(Rank(r, ranks), "x", 24, 8, 16) for r in range(ranks)]
+        pieces = [rows_of(Shard(r, ranks), "x", 24, 8, 16) for r in range(ranks)]
         assert [row for p in pieces for row in range(p.start, p.start + p.rows)] == list(range(8, 24))
-    assert [cut_heads(Rank(r, 8), 2) for r in range(8)] == [(0, 1)] * 4 + [(1, 1)] * 4
-    assert heads_of(Rank(3, 4), "k", 2, 16, 100, 200).start == 116
+    assert [cut_heads(Shard(r, 8), 2) for r in range(8)] == [(0, 1)] * 4 + [(1, 1)] * 4
+    assert heads_of(Shard(3, 4), "k", 2, 16, 100, 200).start == 116
 
 
 @pytest.mark.parametrize(("family", "ranks", "message"), [
@@ -109,4 +111,31 @@ def test_pieces_cover_everything_once():
 def test_models_that_cannot_be_cut_are_refused(tmp_path: Path, family: str, ranks: int, message: str):
     save_tiny(tmp_path, family)
     with pytest.raises(ConfigError, match=message):
-        load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"), shard=Rank(0, ranks))
+        load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"), shard=Shard(0, ranks))
+
+
+KILLED = """
+    import sys, time
+    from pathlib import Path
+    from stretto.engine.ranks import Ranks
+    from tests.device.ranks_of_tiny import Tiny, half_of
+
+    if __name__ == "__main__":
+        ranks = Ranks(2, "cpu", Tiny(Path(sys.argv[1])), half_of)
+        print(ranks._processes[0].pid, flush=True)
+        time.sleep(60)  # never joins: the other rank waits for this one
+"""
+
+
+@pytest.mark.full
+def test_case_17_07_a_killed_engine_leaves_no_rank(tmp_path: Path):
+    script = tmp_path / "killed.py"
+    script.write_text(textwrap.dedent(KILLED))
+    parent = subprocess.Popen([sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, text=True,
+                              cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert parent.stdout is not None
+    rank = psutil.Process(int(parent.stdout.readline()))
+    time.sleep(1)
+    parent.kill()
+    parent.wait()
+    assert not psutil.wait_procs([rank], timeout=15)[1]
