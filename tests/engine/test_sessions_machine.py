@@ -1,13 +1,14 @@
 """Sessions in any order of events, over the real engine: every answer equals one-shot recomputation of its history.
 
 Rules: open, turn (tag and append, with offset, replace, earlier turns, branches), overlapping turn, rewind, branch,
-abort (rolled back or kept), steps, plain requests that press on a small pool (retraction, eviction), flush, expiry,
-close. After each rule the books are audited page by page; at the end no page may be held.
+abort and disconnect (rolled back or kept), steps, retraction, eviction, plain requests that press on a small pool,
+flush, expiry, close. After each rule the books are audited page by page; at the end no page may be held.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -22,8 +23,11 @@ from stretto.protocol import SessionTurn
 from stretto.replay import Crowd, OneShot, Talk, World
 from stretto.spec.ngram import NgramDrafter
 from stretto.spec.scripted import ScriptedDrafter
+from stretto.testing import Setup, make_engine
+from tests.engine.matrix_run import DRAFTERS, Lab, make_lab
 from tests.engine.small import VOCAB, Oracle, make_core
 from tests.spec.checkpoints import make_target
+from tests.spec.suffix_trees import install
 
 POOL, TTL, ROWS = 144, 100.0, 64
 QUICK = settings(max_examples=2, stateful_step_count=25, deadline=None, derandomize=True, database=None,
@@ -80,8 +84,25 @@ class Setting:
         return World(core, self.answer, getattr(made, "learn", None))
 
 
+@dataclass
+class TinySetting:
+    """The same with the tiny model and one of its drafters, by name."""
+
+    lab: Lab
+    answer: OneShot
+    drafter: str
+    page: int
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def world(self, clock: Clock) -> World:
+        setup = Setup(page_size=self.page, pool_tokens=max(POOL, 2 * self.page), slots=5, chunk=16, budget=40,
+                      overlap=True, context=240)
+        return World(make_engine(self.lab.model, self.lab.drafters[self.drafter], self.lab.target, setup,
+                                 session_ttl=TTL, session_queue=2, clock=clock), self.answer)
+
+
 class SessionMachine(RuleBasedStateMachine):
-    setting: Setting
+    setting: Setting | TinySetting
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,6 +175,29 @@ class SessionMachine(RuleBasedStateMachine):
     def abort(self, data, received):
         self.world.abort(data.draw(st.sampled_from(sorted(self.world.asks))), received)
 
+    @precondition(lambda self: self.world.core.host.slots.running)
+    @rule(data=st.data())
+    def retract(self, data):
+        """Whoever runs, at any moment, as for want of pages."""
+        host = self.world.core.host
+        host.planner._retract(data.draw(st.sampled_from(sorted(host.slots.running, key=lambda t: t.job.rank))))
+
+    @precondition(lambda self: self.world.asks)
+    @rule(data=st.data(), received=st.integers(0, 4))
+    def disconnect(self, data, received):
+        """A client goes that is answered, and has seen some of it."""
+        answered = [rid for rid, ask in self.world.asks.items() if ask.got]
+        if answered:
+            self.world.abort(data.draw(st.sampled_from(sorted(answered))), received)
+
+    @rule(everything=st.booleans())
+    def evict(self, everything):
+        """An idle session's pages go, or those of all and the prefix tree's."""
+        if everything:
+            self.world.core.host.flush_cache()
+        else:
+            self.world.core.host.sessions.reclaim()
+
     @rule()
     def flush(self):
         self.world.flush()
@@ -190,7 +234,20 @@ def oracles(tmp_path_factory) -> dict[str, tuple[Oracle, OneShot]]:
     return made
 
 
-def run_machine(setting: Setting, how: settings) -> Counter[str]:
+@pytest.fixture(scope="module")
+def labs(tmp_path_factory) -> Callable[[bool], tuple[Lab, OneShot]]:
+    made: dict[bool, tuple[Lab, OneShot]] = {}
+
+    def get(window: bool) -> tuple[Lab, OneShot]:
+        if window not in made:
+            lab = make_lab(tmp_path_factory.mktemp("tiny"), window, "float32")
+            setup = Setup(prefix_cache=False, context=240, pool_tokens=512)
+            made[window] = lab, OneShot(make_engine(lab.model, None, lab.target, setup))
+        return made[window]
+    return get
+
+
+def run_machine(setting: Setting | TinySetting, how: settings) -> Counter[str]:
     machine = type("Machine", (SessionMachine,), {"setting": setting})
     run_state_machine_as_test(machine, settings=how)
     return setting.seen
@@ -206,6 +263,27 @@ RARE = ("turns_kept", "branches", "recomputed_tokens", "sessions_busy", "refused
 def test_any_order(oracles, drafter: str, window: str, page: int):
     seen = run_machine(Setting(*oracles[window], drafter, page), QUICK)
     assert seen["answers"] and seen["faults"] == seen["broken_books"] == 0
+
+
+TINY = [pytest.param(d, w, p, id=f"{d}-{'window' if w else 'all full'}-page {p}")
+        for d in DRAFTERS for w in (False, True) for p in (1, 16, 64, 256)]
+ONE_EACH = [pytest.param(d, bool(i % 2), (1, 16, 64, 256)[i // 2 % 4], id=d) for i, d in enumerate(DRAFTERS)]
+
+
+@pytest.mark.parametrize(("drafter", "window", "page"), ONE_EACH)
+def test_any_order_with_every_drafter(labs, monkeypatch, drafter: str, window: bool, page: int):
+    install(monkeypatch)
+    seen = run_machine(TinySetting(*labs(window), drafter, page), settings(QUICK, max_examples=4))
+    assert seen["answers"] and seen["faults"] == seen["broken_books"] == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("drafter", "window", "page"), TINY)
+def test_any_order_with_every_drafter_at_length(labs, monkeypatch, drafter: str, window: bool, page: int):
+    install(monkeypatch)
+    seen = run_machine(TinySetting(*labs(window), drafter, page), settings(LONG, max_examples=12))
+    assert seen["answers"] and seen["drafted"] and seen["retractions"] and seen["aborts"]
+    assert seen["faults"] == seen["broken_books"] == 0
 
 
 def crowd(setting: Setting, seed: int, least: int, most: int = 800) -> Counter[str]:
