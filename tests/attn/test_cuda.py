@@ -63,6 +63,29 @@ def test_a_token_does_not_depend_on_the_batch():
         assert torch.equal(attend(backend, single)[0], out[last])
 
 
+def test_layers_of_a_short_step_in_a_graph():
+    """Launches that start early and read the plan before they wait: layer after layer, replay after replay."""
+    case = make_case(SPEC, [1, 5, 1, 8, 0, 1], [2070, 1033, 1, 8, 0, 1500], dtype=torch.bfloat16, pad_rows=2,
+                     pad_tokens=8, device="cuda")
+    case.step = dataclasses.replace(case.step, most_tokens=8)
+    backend = TritonRagged(DEVICE, torch.bfloat16)
+
+    def layers() -> torch.Tensor:
+        q, plan = case.q.nan_to_num(), backend.metadata(case.step, 0, case.layer)
+        for _ in range(8):  # each reads what the one before wrote
+            q = backend.attend(case.layer, q, case.k_cache, case.v_cache, case.step, 0, plan, case.sinks)
+        return q
+    want = layers()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layers()
+    for _ in range(30):
+        got.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(got, want)
+
+
 def clone(case: Case) -> Case:
     step = {f.name: getattr(case.step, f.name) for f in dataclasses.fields(RaggedStep)}
     step = {k: v.clone() if isinstance(v, torch.Tensor) else tuple(t.clone() for t in v) if isinstance(v, tuple) else v

@@ -251,3 +251,22 @@ def test_refusals_name_both_sides():
         KernelConfig((FewTokens(NEVER, Tile(16, 64, 2), 96),), Tile(64, 64, 2))
     with pytest.raises(ValueError, match="up to 8 rows"):
         KernelConfig((FewTokens(8, Tile(16, 64, 2), 128),), Tile(64, 64, 2))
+
+
+@pytest.mark.parametrize("bound", [None, 8])
+def test_a_short_step_launches_no_chunks(monkeypatch, bound: int | None):
+    """Where no row feeds more than the bound, which one tile of few tokens holds, all layers launch one kernel."""
+    case = make_case(spec(window=50), [1, 0, 5, 1, 8, 1], [70, 0, 100, 1, 33, 64], pad_rows=2, pad_tokens=24,
+                     device=DEVICE)
+    case.step = dataclasses.replace(case.step, most_tokens=bound)
+    backend, launch, kinds = TritonRagged(DEVICE, case.q.dtype, INTERPRETER), TritonRagged._launch, []
+
+    def watched(self, kind, *given):
+        kinds.append((kind, given[0]))
+        launch(self, kind, *given)
+    monkeypatch.setattr(TritonRagged, "_launch", watched)
+    plan, n = backend.metadata(case.step, 0, case.layer), int(case.step.cu_q[-1])
+    for _ in range(2):  # layers of one plan
+        out = backend.attend(case.layer, case.q, case.k_cache, case.v_cache, case.step, 0, plan, case.sinks)
+        assert relative_error(out[:n], expected(case)) < LIMITS[case.q.dtype] and not out[n:].any()
+    assert kinds == [(1, True)] * 2 if bound else [(0, True), (1, False)] * 2
