@@ -18,20 +18,20 @@ from tests.clients.environments import python_environment
 from tests.serve.test_server import Program, program
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # an environment may have to be made first
-Command = Callable[[list[str], int, int], list[str]]
+SMG, SMG_FLAGS = "smg==1.13.0", ("--policy", "consistent_hashing", "--routing-key-headers", "x-session-id")
+ROUTER_FLAGS = ("--policy", "consistent_hash")
 
 
 def smg(workers: list[str], port: int, metrics: int) -> list[str]:
-    python = python_environment("smg", "smg==1.13.0")
+    python = python_environment("smg", SMG)
     return [str(python.with_name("smg")), "launch", "--worker-urls", *workers, "--port", str(port),
-            "--prometheus-port", str(metrics), "--policy", "consistent_hashing",
-            "--routing-key-headers", "x-session-id", "--health-check-interval-secs", "1"]
+            "--prometheus-port", str(metrics), *SMG_FLAGS, "--health-check-interval-secs", "1"]
 
 
 def vllm_router(workers: list[str], port: int, metrics: int) -> list[str]:
     python = python_environment("vllm-router", "vllm-router==0.1.17")
     return [str(python.with_name("vllm-router")), "--worker-urls", *workers, "--port", str(port),
-            "--prometheus-port", str(metrics), "--policy", "consistent_hash"]
+            "--prometheus-port", str(metrics), *ROUTER_FLAGS]
 
 
 @dataclass

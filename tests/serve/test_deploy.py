@@ -14,6 +14,7 @@ from stretto.cli.sources import setting_names
 from stretto.host.counters import Counters
 from stretto.protocol import EngineInfo, EngineStats
 from stretto.serve.metrics import ServerMetrics
+from tests.clients.test_gateways import ROUTER_FLAGS, SMG, SMG_FLAGS
 from tests.serve.conftest import Api
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -72,3 +73,11 @@ async def test_probes_flags_and_variables_exist(api: Api):
     flags = {flag.replace("-", "_") for text in texts for flag in re.findall(r'"--([a-z-]+)"', text)}
     variables = {name.lower() for text in texts for name in re.findall(r"\bSTRETTO_([A-Z_]+)\b", text)} - {"port"}
     assert (flags | variables) - {"index_url", "create_home"} <= setting_names()
+
+
+def test_gateways_are_started_as_they_are_tested():
+    command = " ".join(yaml.safe_load((DEPLOY / "compose/replicas.yaml").read_text())["services"]["gateway"]["command"])
+    assert SMG in command and " ".join(SMG_FLAGS) in command
+    page = (DEPLOY.parent / "docs/operations.md").read_text()
+    assert re.search(rf"^    smg launch .* {' '.join(SMG_FLAGS)}$", page, re.MULTILINE)
+    assert re.search(rf"^    vllm-router .* {' '.join(ROUTER_FLAGS)}$", page, re.MULTILINE)
