@@ -253,7 +253,7 @@ class DeviceFacts:
     memory_free: int
     cores: int = 1
     bfloat16: bool = False  # computes in bfloat16 natively
-    count: int = 1  # devices of this kind; the memory is of one, where GPUs differ of the smallest
+    others: tuple[tuple[int, int], ...] = ()  # (total, free) memory of further devices of this kind
 
 
 @dataclass(frozen=True)
@@ -467,6 +467,7 @@ class _Resolution:
         self._parallel(device)
         self._stop_if_refused()
         assert device is not None  # or it was refused
+        device = self._smallest(device)
         dtype = self._dtype(device)
         context = self._context()
         page_size = self.config.kv.page_size or DEFAULT_PAGE_SIZE
@@ -574,17 +575,26 @@ class _Resolution:
         if ranks == 1:
             return
         flag = f"--tensor-parallel-size {ranks}"
-        if device is not None and device.kind == "cuda" and device.count < ranks:
-            self._refuse(flag, "this machine", f"it has {device.count} GPU{'s' * (device.count > 1)}",
-                         f"set {device.count} or fewer")
+        if device is not None and device.kind == "cuda" and 1 + len(device.others) < ranks:
+            count = 1 + len(device.others)
+            self._refuse(flag, "this machine", f"it has {count} GPU{'s' * (count > 1)}", f"set {count} or fewer")
         if not self.model.native:
-            self._refuse(flag, f"model {self.model.name}", "it runs through transformers' own modules, which are not cut"
-                         " into ranks", "set it to 1")
+            self._refuse(flag, f"model {self.model.name}", "it runs through transformers' own modules, which are not"
+                         " cut into ranks", "set it to 1")
         for on, feature, why in ((config.lora.on, "--enable-lora", "adapters are not cut into ranks"),
                                  (config.model.deterministic, "--deterministic", "sums over ranks round otherwise"),
                                  (config.kv.kv_host_bytes, "--kv-host-bytes", "each rank would time its own copies")):
             if on:
                 self._refuse(flag, feature, why, "leave one of them out")
+
+    def _smallest(self, device: DeviceFacts) -> DeviceFacts:
+        """The device whose memory decides: every rank has as many pages."""
+        others = device.others[: self.config.parallel.tensor_parallel_size - 1]
+        if device.kind == "cpu":  # one memory for all ranks
+            ranks = self.config.parallel.tensor_parallel_size
+            return replace(device, memory_total=device.memory_total // ranks, memory_free=device.memory_free // ranks)
+        total, free = min([(device.memory_total, device.memory_free), *others], key=lambda memory: memory[1])
+        return replace(device, memory_total=total, memory_free=free)
 
     # ------------------------------------------------------------------------------------------ sizes of a step
     def _context(self) -> int:

@@ -42,8 +42,11 @@ def _cuda_facts() -> tuple[DeviceFacts, ...]:
     if not torch.cuda.is_available():
         return ()
     free, total = torch.cuda.mem_get_info()
+    current = torch.cuda.current_device()
+    others = [torch.cuda.mem_get_info(i) for i in range(torch.cuda.device_count()) if i != current]
     return (DeviceFacts("cuda", torch.cuda.get_device_name(), total, free, cores=usable_cores(),
-                        bfloat16=torch.cuda.get_device_capability() >= (8, 0)),)
+                        bfloat16=torch.cuda.get_device_capability() >= (8, 0),
+                        others=tuple((total, free) for free, total in others)),)
 
 
 def _cpu_facts() -> DeviceFacts:
@@ -109,7 +112,7 @@ def _native_facts(path: Path, config: ModelConfig, source: WeightSource,
         n_layers=config.n_layers, hidden_size=config.hidden_size, intermediate_size=_inner_width(config),
         vocab_size=config.vocab_size, context=config.max_position, parameters=count_parameters(source),
         dtype="gguf" if path.suffix == ".gguf" else config.dtype or "float32", kv_groups=kv_groups(layers),
-        sampling_defaults=sampling_defaults(generation))
+        n_kv_heads=config.n_kv_heads, sampling_defaults=sampling_defaults(generation))
 
 
 def _inner_width(config: ModelConfig) -> int:
@@ -143,7 +146,7 @@ def _fallback_facts(path: Path, raw: Mapping[str, Any], generation: Mapping[str,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden, vocab_size=config.vocab_size,
         context=config.max_position_embeddings, parameters=count_parameters(SafetensorsSource(path)),
         dtype=str(whole.dtype or "float32").removeprefix("torch."), kv_groups=kv_groups(layers),
-        sampling_defaults=sampling_defaults(generation))
+        n_kv_heads=kv_heads, native=False, sampling_defaults=sampling_defaults(generation))
 
 
 def _fallback_windows(config) -> list[int | None]:

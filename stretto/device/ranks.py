@@ -35,11 +35,12 @@ class RankFailed(RuntimeError):
     """A rank has died, or computes something else than the others."""
 
 
+class RankDied(RankFailed):
+    """Without a word."""
+
+
 class RankShard(Shard):
     """A rank of several, joined by torch.distributed."""
-
-    def __init__(self, rank: int, ranks: int):
-        self.rank, self.ranks = rank, ranks
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -100,19 +101,23 @@ class RanksDevice:
         try:
             answer = self.fellows[rank - 1].recv()
         except (OSError, EOFError) as e:
-            raise RankFailed(f"rank {rank} has died") from e
+            raise RankDied(f"rank {rank} has died") from e
         if isinstance(answer, str):
             raise RankFailed(f"rank {rank} failed: {answer}")
         return answer
 
     def _blame(self, cause: Exception) -> None:
-        """Raises RankFailed where another rank has failed within the last moments."""
+        """Raises RankFailed where another rank has failed within the last moments: one that has died rather than one
+        that only says that somebody did not come to a sum."""
+        found: list[RankFailed] = []
         for rank, fellow in enumerate(self.fellows, 1):
             try:
                 while fellow.poll(BLAME_SECONDS):
                     self._answer_of(rank)
             except RankFailed as e:
-                raise e from cause
+                found.append(e)
+        if found:
+            raise min(found, key=lambda e: not isinstance(e, RankDied)) from cause
 
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         shapes = list(shapes)

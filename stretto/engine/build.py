@@ -42,6 +42,7 @@ from stretto.engine.adapters import AdapterLoader
 from stretto.engine.core import EngineCore
 from stretto.engine.locate import Located, locate
 from stretto.engine.loop import StartFailed
+from stretto.engine.ranks import Ranks, rank_device
 from stretto.engine.step_times import StepTimes, cached
 from stretto.facts import gather_facts
 from stretto.host.adapters import Adapters
@@ -55,10 +56,11 @@ from stretto.model.config import ConfigError as ModelConfigError
 from stretto.model.config import read_config, token_ids
 from stretto.model.gguf import gguf_config
 from stretto.model.hub import ModelNotFound, cache_folder
-from stretto.model.load import adapter_values, load_model
+from stretto.model.load import build_on_meta, load_model
 from stretto.model.lora import AdapterBank
 from stretto.model.pooling import pooling_facts
 from stretto.model.registry import find_builder
+from stretto.model.shard import Shard
 from stretto.model.source import WeightError
 from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo, LoadAdapter, RequestError
@@ -115,6 +117,7 @@ def prepare_located(located: Located) -> Prepared:
     if located.config.model.deterministic and find_builder(facts.model.architecture) is None:
         raise ConfigError([_not_fixed(facts.model.name, "transformers' own code of it")])
     facts = _with_adapters(located, facts)
+    _check_ranks(located, facts.model.name)
     resolved = resolve(located.config, facts)
     return Prepared(located.path, located.tokenizer_path, facts, resolved, target,
                     {"resolve": time.perf_counter() - started})
@@ -157,12 +160,25 @@ def _with_adapters(located: Located, facts: Facts) -> Facts:
     lora = located.config.lora
     if not lora.on or min(lora.max_loras, lora.max_lora_rank) < 1:
         return facts
+    bank = AdapterBank(lora.max_loras, lora.max_lora_rank)
     try:
-        bank = AdapterBank(lora.max_loras, lora.max_lora_rank)
-        return replace(facts, adapter_values=adapter_values(located.path, bank))
+        build_on_meta(located.path, bank)
     except ModelConfigError as e:
         raise ConfigError([Refusal("--enable-lora", f"model {facts.model.name}", str(e),
                                    "merge the adapter into the model, or choose another one")]) from e
+    return replace(facts, adapter_values=bank.values)
+
+
+def _check_ranks(located: Located, name: str) -> None:
+    """Raises compat.ConfigError for a model that cannot be cut into so many ranks."""
+    ranks = located.config.parallel.tensor_parallel_size
+    if ranks <= 1:
+        return
+    try:
+        build_on_meta(located.path, shard=Shard(0, ranks))
+    except ModelConfigError as e:
+        raise ConfigError([Refusal(f"--tensor-parallel-size {ranks}", f"model {name}", str(e),
+                                   "choose another number of ranks, or 1")]) from e
 
 
 def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCore:
@@ -170,24 +186,16 @@ def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCo
     timings = dict(prepared.timings)
     resolved = prepared.resolved
     torch.manual_seed(resolved.seed or 0)  # nothing samples from it; libraries may
-    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     clock = _Clock(timings)
+    ranks = start_ranks(prepared)
     tokenizer = load_tokenizer(prepared.tokenizer_path)
     clock.lap("tokenizer")
-    copied = partial(progress, "weights") if progress else None
-    lora = resolved.config.lora
-    bank = AdapterBank(lora.max_loras, lora.max_lora_rank) if lora.on else None
-    model = load_model(prepared.path, dtype=dtype, device=device, progress=copied, context=resolved.max_model_len,
-                       fixed=resolved.config.model.deterministic, adapters=bank)
-    clock.lap("weights")
-    runner, backend = make_runner(model, prepared)
-    runner.adapters = bank
+    parts = load_parts(prepared, ranks.join() if ranks else None, progress, clock)
+    model, runner = parts.model, parts.runner
+    device_half = ranks.lead(parts.device) if ranks else parts.device
     processors = runner.table.custom.registry
     limits = host_limits(resolved, eos_ids(prepared, tokenizer), _host_drafter(prepared), processors)
-    clock.lap("KV cache")
-    graphs = not resolved.config.schedule.enforce_eager
-    device_half = make_device(runner, resolved.depth > 0, graphs)
-    if device.type == "cuda" and graphs:
+    if model.device.type == "cuda" and not resolved.config.schedule.enforce_eager:
         width = resolved.speculation_tokens
         shapes = [replace(shape, fixed=runner.fixed)
                   for shape in usual_shapes(resolved.max_num_seqs, 1 + width, width)]
@@ -197,14 +205,54 @@ def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCo
         limits = replace(limits, elastic=_elastic(prepared, limits, device_half, model.vocab_size, progress))
         clock.lap("step times")
     host = HostHalf(limits, text_streams(tokenizer), grammars(tokenizer, model.vocab_size, limits.eos_token_ids))
-    info = _info(prepared, model, backend, host, tokenizer, timings)
+    info = _info(prepared, model, runner.backend, host, tokenizer, timings)
     if limits.elastic is not None:
         info.server_info["elastic"] = limits.elastic.describe()
     info.max_logprobs = resolved.config.sampling.max_logprobs
     info.logit_processors, info.custom_logit_processor = sorted(processors.named), processors.allow_code
-    core = EngineCore(host, device_half, info, resolved.depth, AdapterLoader(bank, host, device_half) if bank else None)
+    core = EngineCore(host, device_half, info, resolved.depth, AdapterLoader(runner.adapters, host, device_half)
+                      if runner.adapters else None)
     _load_adapters(core, resolved)
     return core
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one rank holds."""
+
+    model: CausalModel
+    runner: Runner
+    device: DeviceHalf
+
+
+def load_parts(prepared: Prepared, shard: Shard | None = None, progress: Progress | None = None,
+               clock: _Clock | None = None) -> Parts:
+    """The weights, KV memory and device half of a rank; None: of all of the model."""
+    resolved, lora = prepared.resolved, prepared.resolved.config.lora
+    device = rank_device(resolved.device, shard.rank) if shard else torch.device(resolved.device)
+    bank = AdapterBank(lora.max_loras, lora.max_lora_rank) if lora.on else None
+    model = load_model(prepared.path, dtype=getattr(torch, resolved.dtype), device=device,
+                       progress=partial(progress, "weights") if progress else None, context=resolved.max_model_len,
+                       fixed=resolved.config.model.deterministic, adapters=bank, shard=shard)
+    if clock:
+        clock.lap("weights")
+    runner, _ = make_runner(model, prepared)
+    runner.adapters = bank
+    half = make_device(runner, resolved.depth > 0, not resolved.config.schedule.enforce_eager)
+    if clock:
+        clock.lap("KV cache")
+    return Parts(model, runner, half)
+
+
+def start_ranks(prepared: Prepared) -> Ranks | None:
+    """The processes of the other ranks, where several share the model."""
+    ranks = prepared.resolved.config.parallel.tensor_parallel_size
+    return Ranks(ranks, prepared.resolved.device, prepared, rank_half) if ranks > 1 else None
+
+
+def rank_half(prepared: Prepared, shard: Shard) -> tuple[DeviceHalf, int]:
+    """For ranks 1, 2, ...: the device half, and how many steps are in flight."""
+    return load_parts(prepared, shard).device, prepared.resolved.depth
 
 
 def _load_adapters(core: EngineCore, resolved: Resolved) -> None:

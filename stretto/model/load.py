@@ -76,20 +76,20 @@ def check_native(config: ModelConfig, source: WeightSource) -> None:
         weights.check()
 
 
-def adapter_values(path: Path, bank: AdapterBank) -> int:
-    """Numbers that the bank's matrices will hold for a model whose weights are not read. Raises ConfigError for a model
-    that has no room for adapters."""
+def build_on_meta(path: Path, adapters: AdapterBank | None = None, shard: Shard | None = None) -> None:
+    """Builds a native model without its weights, for what only its building tells: how much room adapters need,
+    whether it can be cut into ranks. Raises ConfigError."""
     if path.suffix == ".gguf":
         config = ModelConfig.from_hf(gguf_config(path))
         source: WeightSource = GGUFSource(path)
     else:
         raw, generation = read_config(path)
         if architecture_of(raw) not in NATIVE:
-            raise ConfigError(NO_ROOM.format(architecture_of(raw)))
+            raise ConfigError((NO_ROOM if adapters is not None else NO_RANKS).format(architecture_of(raw)))
         config = ModelConfig.from_hf(raw, generation)
         source = open_weights(path, config)
-    NATIVE[config.architecture](config, Weights(source, torch.float32, torch.device("meta"), adapters=bank), 1)
-    return bank.values
+    weights = Weights(source, torch.float32, torch.device("meta"), adapters=adapters, shard=shard)
+    NATIVE[config.architecture](config, weights, 1)
 
 
 def build_model(config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device,

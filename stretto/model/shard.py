@@ -15,9 +15,10 @@ import torch
 
 
 class Shard:
-    """Rank 0 of 1: everything, and nothing to join. `device/ranks.py` has the other kind."""
+    """Rank 0 of 1: everything, and nothing to join. `device/ranks.py` has those that join."""
 
-    rank, ranks = 0, 1
+    def __init__(self, rank: int = 0, ranks: int = 1):
+        self.rank, self.ranks = rank, ranks
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """x of every rank added up, in place; the same bits on every rank."""
