@@ -93,6 +93,7 @@ class Run:
     seconds: float
     client_cpu: float  # share of one core that this client used: near 1 the client is what is measured
     server_cpu: float | None = None  # processor seconds of the server's front process; None where it does not tell
+    version: str | None = None  # of the server, where it tells
 
 
 def synthetic_conversations(count: int, *, words: int, output_tokens: int, turns: int = 1, shared: int = 0,
@@ -160,9 +161,9 @@ async def run_load(target: Target, load: Load) -> Run:
             else:
                 await client.open_loop(load.rate)
             seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-            server_after = await _server_cpu(http)
+            server_after, version = await _server_cpu(http), await _version(http)
     used = None if server_before is None or server_after is None else server_after - server_before
-    return Run(target, samples, seconds, cpu / seconds, used)
+    return Run(target, samples, seconds, cpu / seconds, used, version)
 
 
 async def _server_cpu(http: httpx.AsyncClient) -> float | None:
@@ -173,6 +174,14 @@ async def _server_cpu(http: httpx.AsyncClient) -> float | None:
         return None
     found = re.search(r"^process_cpu_seconds_total(?:{.*})? (\S+)", answer.text, re.MULTILINE)
     return float(found[1]) if answer.status_code == 200 and found else None
+
+
+async def _version(http: httpx.AsyncClient) -> str | None:
+    """By the route that vLLM has for it too."""
+    try:
+        return str((await http.get("/version")).json()["version"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return None
 
 
 class _Client:

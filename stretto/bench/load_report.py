@@ -61,7 +61,8 @@ def _server(run: Run, limits: Mapping[str, float]) -> dict[str, Any]:
              "tpot": [s.per_token for s in good if s.per_token is not None],
              "itl": [gap for s in good for gap in s.gaps], "e2e": [s.end for s in good]}
     return {
-        **target, "seconds": run.seconds, "requests": len(run.samples), "failed": len(errors), "errors": errors[:5],
+        **target, "version": run.version, "seconds": run.seconds, "requests": len(run.samples),
+        "failed": len(errors), "errors": errors[:5],
         "requests_per_second": len(good) / run.seconds, "output_tokens_per_second": output / run.seconds,
         "prompt_tokens_per_second": prompt / run.seconds, "prompt_tokens": prompt, "output_tokens": output,
         "cached_share": sum(s.cached_tokens for s in good) / prompt if prompt else 0.0,
@@ -91,6 +92,7 @@ def table(found: dict[str, Any]) -> Table:
         made.add_row(name, *values)
 
     servers = found["servers"]
+    row("version", [s["version"] or "-" for s in servers])
     row("requests (failed)", [f"{s['requests']} ({s['failed']})" for s in servers])
     row("requests a second", [f"{s['requests_per_second']:.2f}" for s in servers])
     row("output tokens a second", [f"{s['output_tokens_per_second']:.1f}" for s in servers])

@@ -90,7 +90,8 @@ class Soak:
                      pool_tokens=self._context * rng.choice([3, 6, 8, 32]) // 8, chunk=chunk,
                      budget=rng.choice([chunk + 16, 40, 300]), cap_policy=rng.choice(CAP_POLICIES),
                      mixed=rng.random() < 0.8, overlap=rng.random() < 0.7, prefix_cache=rng.random() < 0.8,
-                     slots=rng.choice([3, 5, 9]), context=self._context)
+                     slots=rng.choice([3, 5, 9]), context=self._context,
+                     host_tokens=self._context * rng.choice([0, 0, 1, 8]))
 
     def _rounding(self, once: OneShot, ask: Ask) -> bool:
         """Whether the first id that differs was as good as the expected one, up to rounding."""

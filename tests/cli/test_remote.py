@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from stretto import __version__
 from stretto.bench.load import (
     Conversation,
     Load,
@@ -56,6 +57,7 @@ def test_bench_serve_prints_and_writes(server: Program, tmp_path: Path, capsys: 
     assert (one["requests"], one["failed"], one["output_tokens"]) == (12, 0, 12 * 9) and one["tokens_counted_by_server"]
     assert one["prompt_tokens"] > 0 and one["goodput"] == pytest.approx(one["requests_per_second"])
     assert one["ttft"]["p50"] <= one["ttft"]["p99"] <= one["e2e"]["max"] and "api_key" not in one
+    assert one["version"] == __version__
     ElementTree.parse(tmp_path / "p.svg")
     code, _ = stretto(server, "bench", "serve", "--num-prompts", "4", "--output-len", "3", "--request-rate", "50")
     assert code == 0 and "output tokens a second" in capsys.readouterr().out
