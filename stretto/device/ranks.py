@@ -48,9 +48,9 @@ class RankShard(Shard):
         return x
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.ranks)]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts, dim=-1)
+        parts = x.new_empty(self.ranks, *x.shape)
+        dist.all_gather_into_tensor(parts, x.contiguous())
+        return parts.movedim(0, -2).flatten(-2)
 
 
 def join_ranks(rank: int, ranks: int, address: str, device: torch.device) -> RankShard:
