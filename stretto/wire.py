@@ -311,7 +311,7 @@ class Moved:
     restore_seconds: float
 
 
-@dataclass
+@dataclass(slots=True)
 class RowResult:
     """What one row of a step did. Exact values, valid for the step that produced them."""
 
