@@ -19,12 +19,20 @@ SLICE = 1024  # tokens whose states exist in float64 at one time
 
 
 def row_sums(hidden: torch.Tensor, step: RaggedStep) -> torch.Tensor:
-    """hidden [T, hidden_size] -> [R, hidden_size] float64: of each row, over the tokens that it fed in this step."""
-    sums = torch.zeros(len(step.slots), hidden.shape[1], dtype=torch.float64, device=hidden.device)
+    """hidden [T, hidden_size] -> [R, hidden_size] float64: of each row, over the tokens that it fed in this step.
+
+    A product, not a scatter: its order of additions is always the same, so that ranks which share a model agree to the
+    last bit. What is not finite stays with its row, as NaN."""
+    rows = torch.arange(len(step.slots), device=hidden.device)
+    sums = torch.zeros(len(rows), hidden.shape[1], dtype=torch.float64, device=hidden.device)
+    broken = torch.zeros(len(rows), dtype=torch.float64, device=hidden.device)
     for tokens in torch.arange(len(hidden), device=hidden.device).split(SLICE):
         real = tokens < step.cu_q[-1]  # padding of a bucket belongs to no row
-        sums.index_add_(0, step.rows[tokens], torch.where(real[:, None], hidden[tokens], 0).double())
-    return sums
+        member = ((step.rows[tokens] == rows[:, None]) & real).double()
+        finite = hidden[tokens].isfinite()
+        sums += member @ torch.where(finite, hidden[tokens], 0).double()
+        broken += member @ (~finite.all(1)).double()
+    return torch.where((broken > 0)[:, None], torch.nan, sums)
 
 
 def last_states(hidden: torch.Tensor, step: RaggedStep) -> torch.Tensor:

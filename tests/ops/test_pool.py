@@ -36,6 +36,8 @@ def test_sums_and_last_states_of_a_padded_step() -> None:
         mine = hidden[begin : begin + length]
         if row != 1:
             torch.testing.assert_close(sums[row], mine.double().sum(0))
+        else:
+            assert sums[row].isnan().all()
         assert torch.equal(last[row], mine[-1].float())
         begin += length
     assert not sums[3:].any() and not last[3:].any()
