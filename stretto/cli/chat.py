@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Generator
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter
@@ -87,6 +88,10 @@ class Conversation:
 def run(engine: EngineOptions = ENGINE, answer: Options = ANSWER) -> int:
     """Chat with a model in the terminal, or answer one prompt."""
     notes = Console(stderr=True, highlight=False)
+    named = engine.model.model
+    if named is not None and " " in named and not Path(named).exists():
+        raise CommandFailed(f"there is no model {named!r}: the model stands before the prompt; for the default model say"
+                            f" --prompt {named!r}")
     with expected_failures(), notes.status("loading"):
         llm = LLM(config=engine.config())
     with llm:

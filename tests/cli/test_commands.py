@@ -214,6 +214,11 @@ def test_bench_startup_adds_up(stretto, tmp_path: Path):
     assert ran.code == 1 and "/nowhere" in ran.err
 
 
+def test_a_prompt_without_a_model_is_told_apart(stretto):
+    ran = stretto("run", "Name three colours.")
+    assert ran.code == 1 and "--prompt 'Name three colours.'" in ran.err
+
+
 def test_shells_complete_commands_and_flags(stretto, tmp_path: Path):
     script = tmp_path / "stretto.bash"
     ran = stretto("completion", "bash")
