@@ -67,7 +67,7 @@ def test_columns_of_a_seat():
     assert ints == {
         Int.LEN: 0, Int.KNOWN: 3, Int.NDRAFT: 0, Int.LIMIT: 23, Int.GOAL: Goal.GENERATE, Int.DONE: 0, Int.EPOCH: 1,
         Int.DRAFT_LEN: 0, Int.PROMPT: 3, Int.FIRST_STOP: 5, Int.TOP_K: 5, Int.SEED_LOW: -2, Int.SEED_HIGH: -1,
-        Int.CHOICE: 0, Int.SPECULATION: 3, Int.LOGPROBS: 4, Int.SCORE_FROM: 0, Int.SEAM: Seam.START}
+        Int.CHOICE: 0, Int.SPECULATION: 3, Int.LOGPROBS: 4, Int.SCORE_FROM: 0, Int.SEAM: Seam.START, Int.ADAPTER: 0}
     assert dict(zip(Real, seat.reals)) == {
         Real.TEMPERATURE: 0.5, Real.TOP_P: 0.9, Real.MIN_P: 0.1, Real.REPETITION: 1.5, Real.PRESENCE: 0.25,
         Real.FREQUENCY: -0.5}
