@@ -90,8 +90,8 @@ def run(engine: EngineOptions = ENGINE, answer: Options = ANSWER) -> int:
     notes = Console(stderr=True, highlight=False)
     named = engine.model.model
     if named is not None and " " in named and not Path(named).exists():
-        raise CommandFailed(f"there is no model {named!r}: the model stands before the prompt; for the default model say"
-                            f" --prompt {named!r}")
+        raise CommandFailed(f"there is no model {named!r}: the model stands before the prompt; for the default model"
+                            f" say --prompt {named!r}")
     with expected_failures(), notes.status("loading"):
         llm = LLM(config=engine.config())
     with llm:
