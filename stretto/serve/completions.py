@@ -15,8 +15,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from stretto.protocol import Output, TokenLogprob, Usage
-from stretto.serve.answers import FINGERPRINT, Wants, collect
+from stretto.serve.answers import FINGERPRINT, Answer, Answers, Wants, collect
 from stretto.serve.logprobs import CompletionLogprobs, LogprobShaper, OffsetCounter, Part, PromptLogprob
+from stretto.serve.sampling import chooses
 from stretto.serve.schemas import CompletionRequest
 from stretto.serve.service import Generation, Service, total_usage
 from stretto.serve.streaming import DONE, event
@@ -58,6 +59,19 @@ class _Maker:
         self.shaper = LogprobShaper(service.token_bytes, self.wants.ids_as_names)
         self.offsets: defaultdict[tuple[int, int], OffsetCounter] = defaultdict(OffsetCounter)
         self.usages: dict[tuple[int, int], Usage] = {}
+        self.shown = self.body.n or 1 if chooses(self.body) else generation.choices
+
+    def chosen(self, answers: Answers) -> list[tuple[tuple[int, int], Answer]]:
+        """The answers that are returned, by (prompt, index): all, or of `best_of` the n with the highest
+        log-probability a token, best first."""
+        if self.shown == self.generation.choices:
+            return sorted(answers.choices.items(), key=lambda item: item[0])
+        found = []
+        for prompt in range(len(self.generation.requests)):
+            own = [answer for (of, _), answer in sorted(answers.choices.items()) if of == prompt]
+            best = sorted(own, key=_mean_logprob, reverse=True)[: self.shown]
+            found += [((prompt, index), answer) for index, answer in enumerate(best)]
+        return found
 
     def envelope(self, choices: list[CompletionChoice]) -> Completion:
         return Completion(f"cmpl-{self.generation.id}", self.generation.created,
@@ -94,7 +108,7 @@ class _Maker:
             if echoed:
                 parts.insert(0, (_limited(prompt_scores or [], most), self.silent_in_prompt(prompt)))
             logprobs = self.shaper.completion(parts, self.offsets[prompt, index])
-        out = CompletionChoice(prompt * self.generation.choices + index,
+        out = CompletionChoice(prompt * self.shown + index,
                                self.prompt_text(prompt) + text if echoed else text, logprobs, None)
         if self.wants.ids:
             out.token_ids = ids
@@ -104,6 +118,11 @@ class _Maker:
             scores = _limited(prompt_scores or [], self.body.prompt_logprobs)
             out.prompt_logprobs = self.shaper.prompt(scores)
         return out
+
+
+def _mean_logprob(answer: Answer) -> float:
+    scores = [entry.logprob for entry in answer.logprobs if entry.logprob is not None]
+    return sum(scores) / len(scores) if scores else float("-inf")
 
 
 def _limited(entries: list[TokenLogprob], most: int) -> list[TokenLogprob]:
@@ -117,7 +136,7 @@ async def completion(service: Service, generation: Generation, texts: list[str |
     maker = _Maker(service, generation, texts)
     answers = await collect(service, generation)
     choices = []
-    for (prompt, index), answer in sorted(answers.choices.items(), key=lambda item: item[0]):
+    for (prompt, index), answer in maker.chosen(answers):
         choice = maker.choice(prompt, index, "".join(answer.text), answer.logprobs, answer.token_ids,
                               answers.prompt_logprobs.get(prompt), True)
         choice.finish_reason, choice.stop_reason = answer.finish_reason, answer.stop_reason

@@ -19,7 +19,7 @@ from stretto.protocol import Output, TokenLogprob, Usage
 from stretto.serve.answers import Answer, collect
 from stretto.serve.bodies import described, read_body
 from stretto.serve.calls import answer, check_generation, make_generation
-from stretto.serve.errors import bad_request, from_validation, in_words_of, renamed
+from stretto.serve.errors import bad_request, from_validation, in_words_of, renamed, unsupported
 from stretto.serve.logprobs import floored
 from stretto.serve.schemas import CompletionRequest, GenerateRequest
 from stretto.serve.service import Generation, Service, speculated
@@ -68,6 +68,8 @@ def _completion(body: GenerateRequest, prompts: list[Any]) -> CompletionRequest:
         fields["logprobs"] = body.top_logprobs_num or 0
         if body.logprob_start_len is not None and body.logprob_start_len >= 0:
             fields["prompt_logprobs"] = body.top_logprobs_num or 0
+    if fields.get("best_of") not in (None, fields.get("n", 1)):
+        raise unsupported("best_of", "/v1/completions has it")
     try:
         return CompletionRequest.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as e:

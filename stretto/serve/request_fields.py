@@ -31,6 +31,17 @@ REFUSED: Mapping[str, str] = {
                      "typical_p", "mirostat", "dry_multiplier", "thinking_token_budget", "lora_path", "adapter_id",
                      "return_hidden_states", "kv_transfer_params", "input_embeds", "suffix"), _NOT_HERE),
     "vllm_xargs": "parameters of a logit processor stand beside its name in logit_processors",
+    **dict.fromkeys(("image_data", "video_data", "audio_data", "media_io_kwargs"), _TEXT_ONLY),
+    **dict.fromkeys(("return_routed_experts", "return_entropy", "return_bytes", "return_assistant_tokens_mask",
+                     "return_prompt_text", "repetition_detection", "ec_transfer_params", "bootstrap_host",
+                     "bootstrap_port", "bootstrap_room", "data_parallel_rank", "background", "lora_id", "moderation",
+                     "guided_whitespace_pattern", "stream_interval"), _NOT_HERE),
+    **dict.fromkeys(("token_ids_logprob", "logprob_token_ids"),
+                    "ask for logprobs of the best tokens, or on a server with --max-logprobs -1 of all"),
+    "stop_regex": "use stop, or a grammar of the kind regex",
+    "extra_key": "use cache_salt",
+    "guided_decoding_backend": "grammars run through llguidance",
+    "truncation_side": "prompts are cut at their beginning",
     "logits_processors": "the name here is logit_processors: a list of {name, params}",
     "chat_template": "templates come from the model's files, not from requests",
     "spaces_between_special_tokens": "special tokens are joined as the tokenizer joins them",
@@ -50,6 +61,9 @@ ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "xtc_probability": (0, 0.0),
     "mirostat": (0,),
     "dry_multiplier": (0, 0.0),
+    "stream_interval": (1,),
+    "guided_decoding_backend": ("auto", "guidance"),
+    "truncation_side": ("left",),
 }
 
 

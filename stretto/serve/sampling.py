@@ -49,6 +49,11 @@ def _biases(body: GenerationBody) -> dict[int, float]:
     return {int(token): bias for token, bias in biases.items()}
 
 
+def chooses(body: CompletionRequest) -> bool:
+    """More answers are made than returned."""
+    return body.best_of is not None and body.best_of > (body.n or 1)
+
+
 def _processors(body: GenerationBody) -> tuple[ProcessorUse, ...]:
     named = tuple(ProcessorUse(name=use.name, params=use.params or {}) for use in body.logit_processors or ())
     if body.custom_logit_processor:
@@ -75,15 +80,27 @@ def to_sampling(body: GenerationBody, defaults: Mapping[str, float | int]) -> Sa
         value = getattr(body, name)
         if value is not None:
             fields[name] = value
+    logprobs = asked_logprobs(body)
+    if isinstance(body, CompletionRequest) and chooses(body):
+        fields["n"], logprobs = body.best_of, logprobs or 0  # the best of them are chosen by their log-probabilities
     limit, _ = asked_max_tokens(body)
     if limit is not None:
         fields["max_tokens"] = limit
     fields["prompt_logprobs"] = _prompt_logprobs(body)
     return SamplingParams(
-        **fields, logit_processors=_processors(body), logprobs=asked_logprobs(body), logit_bias=_biases(body),
+        **fields, logit_processors=_processors(body), logprobs=logprobs, logit_bias=_biases(body),
         stop=tuple(body.stop or ()), stop_token_ids=tuple(body.stop_token_ids or ()),
         include_stop=bool(body.include_stop_str_in_output),
         speculation=body.speculation.tokens if body.speculation is not None else None)
+
+
+def kept_tokens(body: GenerationBody, context: int) -> int | None:
+    """How many of a prompt's last tokens stay; None: all. Of -1, as many as leave room for the answer, or for one token
+    where the request names no length."""
+    if body.truncate_prompt_tokens != -1:
+        return body.truncate_prompt_tokens
+    explicit, _ = asked_max_tokens(body)
+    return max(1, context - max(1, explicit or 0))
 
 
 def fit_max_tokens(sampling: SamplingParams, body: GenerationBody, prompt_tokens: int, context: int) -> SamplingParams:

@@ -52,6 +52,12 @@ def _ids(value: Any) -> Any:
     return value
 
 
+def _truncation(value: int) -> int:
+    if value < -1 or value == 0:
+        raise ValueError(f"must be 1 or more, or -1 for as many as there is room for; it is {value}")
+    return value
+
+
 def _text_or_objects(value: Any) -> Any:
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
         return value
@@ -175,7 +181,8 @@ class GenerationBody(Body):
     prompt_logprobs: Integer | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    truncate_prompt_tokens: Annotated[Integer, AfterValidator(_truncation), Field(
+        description="the prompt's last tokens that stay; -1: as many as there is room for")] | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     request_id: str | None = None

@@ -41,7 +41,7 @@ from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.metrics import ServerMetrics
 from stretto.serve.prompts import PromptReader
 from stretto.serve.replies import ReplyPlan, ReplyPlanner
-from stretto.serve.sampling import fit_max_tokens, in_request_words, to_sampling
+from stretto.serve.sampling import fit_max_tokens, in_request_words, kept_tokens, to_sampling
 from stretto.serve.schemas import GenerationBody
 from stretto.serve.settings import ServeSettings
 from stretto.serve.tracing import Tracing
@@ -173,7 +173,7 @@ class Service:
         if total > self.settings.max_choices:
             raise bad_request(f"n times the number of prompts is {total}; the limit is {self.settings.max_choices}",
                               "n")
-        keep = body.truncate_prompt_tokens
+        keep = kept_tokens(body, self.info.max_model_len)
         requests = []
         for i, prompt in enumerate(prompts):
             tokens = prompt[-keep:] if keep else prompt

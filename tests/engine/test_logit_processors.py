@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,6 +222,40 @@ def test_limits_of_what_a_request_may_ask() -> None:
                  tuple(ProcessorUse(str(i)) for i in range(9)), (ProcessorUse("a", params={"x": "y" * 300_000}),)):
         with pytest.raises(ParameterError):
             SamplingParams(logit_processors=uses).check(10)
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "sampling.md"
+
+
+def test_the_example_of_the_page(soft, tmp_path, monkeypatch) -> None:
+    """Found by its entry point, as pip leaves it; no id comes again within its window, drafted or not."""
+    example = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.S)[1]
+    assert len(example.splitlines()) < 40
+    (tmp_path / "repeat_guard.py").write_text(example)
+    info = tmp_path / "repeat_guard-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: repeat-guard\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[stretto.logit_processors]\nrepeat_guard = repeat_guard:RepeatGuard\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = Registry.installed(False)
+    assert registry.named["repeat_guard"].graph_safe
+    sampling = SamplingParams(seed=3, max_tokens=40, top_k=8,
+                              logit_processors=(ProcessorUse("repeat_guard", params={"window": 6}),))
+    texts = []
+    for drafter in (None, NgramDrafter(4)):
+        core = make_core(soft.model, check_processor=registry.check, drafter=drafter)
+        table = core.device.runner.table
+        table.custom = CustomProcessors(len(table.log), table.device, registry, soft.model.vocab_size)
+        core.info.logit_processors = ["repeat_guard"]
+        run = Run(core)
+        run.submit("r", PROMPT, sampling)
+        run.finish()
+        texts.append(run.ids("r"))
+    whole = PROMPT + texts[0]
+    assert texts[0] == texts[1] and all(whole[i] not in whole[i - 6 : i] for i in range(len(PROMPT) + 1, len(whole)))
+    (info / "entry_points.txt").write_text("[stretto.logit_processors]\nrepeat_guard = repeat_guard:Nothing\n")
+    with pytest.raises(ProcessorError, match="repeat_guard: its package gives no"):
+        Registry.installed(False)
 
 
 def test_to_str_travels_with_classes_of_a_script() -> None:

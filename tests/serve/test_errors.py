@@ -80,7 +80,8 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": [["a"]]}, "prompt"), (TEXT, {"prompt": [True]}, "prompt"), (TEXT, {"prompt": {}}, "prompt"),
     (TEXT, {"prompt": [VOCAB]}, "prompt"), (TEXT, {"prompt": [-1]}, "prompt"), (TEXT, {"prompt": [2**70]}, "prompt"),
     (TEXT, {"prompt": "", "add_special_tokens": False}, "prompt"), (TEXT, {"prompt": ["x"] * 1025}, "prompt"),
-    (TEXT, {"prompt": "x", "best_of": 3}, "best_of"), (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
+    (TEXT, {"prompt": "x", "best_of": 3, "stream": True}, "best_of"),
+    (TEXT, {"prompt": "x", "best_of": 2, "n": 3}, "best_of"), (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
     (TEXT, {"prompt": ["x"] * 1000, "n": 2}, "n"), (TEXT, {"prompt": "x", "logprobs": True}, "logprobs"),
     (TEXT, {"prompt": "x", "logprobs": 21}, "logprobs"), (TEXT, {"prompt": "x", "logprobs": -1}, "logprobs"),
 ]
