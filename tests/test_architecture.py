@@ -77,7 +77,10 @@ def where(path: Path, node: ast.AST) -> str:
 TORCH_FREE = ("stretto.host", "stretto.wire", "stretto.params", "stretto.protocol", "stretto.text", "stretto.config",
               "stretto.compat", "stretto.report", "stretto.cli.main", "stretto.cli.sources", "stretto.cli.options",
               "stretto.cli.failures", "stretto.model.hub", "stretto.model.config", "stretto.serve", "stretto.cli.serve",
-              "stretto.engine.supervisor", "stretto.engine.locate")
+              "stretto.engine.supervisor", "stretto.engine.locate", "stretto.evals", "stretto.batch", "stretto.asking",
+              "stretto.bench.load", "stretto.bench.plots", "stretto.bench.compare", "stretto.cli.evaluate",
+              "stretto.cli.run_batch", "stretto.cli.remote", "stretto.cli.bench_serve", "stretto.cli.bench_results",
+              "stretto.cli.completion")
 
 IMPORT_WITHOUT_TORCH = """
 import importlib, sys
