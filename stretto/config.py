@@ -728,7 +728,7 @@ class _Resolution:
     def _union_of_groups(self) -> tuple[KVGroupFacts, ...]:
         """The model's and the drafter's layers of one window share a group, since they share its page table."""
         own = self.drafter.kv_groups if self.drafter else ()
-        heads, ranks = self.model.n_kv_heads, self.config.parallel.tensor_parallel_size
+        heads, ranks = self.model.n_kv_heads, max(1, self.config.parallel.tensor_parallel_size)
         held = max(1, heads // ranks)  # KV heads of a rank
         values = {group.window: group.values * held // heads if ranks > 1 else group.values
                   for group in self.model.kv_groups}

@@ -48,9 +48,9 @@ class RankShard(Shard):
         return x
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        parts = x.new_empty(self.ranks, *x.shape)
+        parts = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
         dist.all_gather_into_tensor(parts, x.contiguous())
-        return parts.movedim(0, -2).flatten(-2)
+        return parts.view(self.ranks, *x.shape).movedim(0, -2).flatten(-2)
 
 
 def join_ranks(rank: int, ranks: int, address: str, device: torch.device) -> RankShard:

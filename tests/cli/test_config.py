@@ -19,6 +19,7 @@ from stretto.config import (
     Facts,
     KVGroupFacts,
     KVSection,
+    LoraSection,
     ModelFacts,
     ModelSection,
     ParallelSection,
@@ -111,12 +112,13 @@ def test_graphs_and_templates_are_told(tmp_path: Path):
 
 def test_every_setting_is_told():
     """A setting without a line in the report could be off without anyone knowing."""
-    untold = {"model", "tokenizer", "seed", "gpu_memory_utilization", "kv_tokens", "speculation_tokens",  # elsewhere
-              "tensor_parallel_size"}  # refused unless 1
-    told = {"mixed_chunk": "mixed steps", "cap_policy": "cap policy", "prefix_caching": "prefix caching",
-            "kv_memory": "KV memory", "chat_template": "chat template", "enforce_eager": "CUDA graphs"}
+    untold = {"model", "tokenizer", "seed", "gpu_memory_utilization", "kv_tokens", "speculation_tokens",
+              "acceptance_method"}  # elsewhere, or only with a drafter
+    told = {"lora_modules": "LoRA adapters", "enable_lora": "LoRA adapters", "max_loras": "LoRA adapters",
+            "max_lora_rank": "LoRA adapters", "mixed_chunk": "mixed steps", "cap_policy": "cap policy",
+            "prefix_caching": "prefix caching", "kv_memory": "KV memory", "chat_template": "chat template", "enforce_eager": "CUDA graphs"}
     features = {d.feature for d in resolve(Config(), facts()).decisions}
-    for section in (ModelSection, KVSection, ScheduleSection, SpeculationSection, ParallelSection):
+    for section in (ModelSection, KVSection, ScheduleSection, SpeculationSection, LoraSection, ParallelSection):
         for setting in fields(section):
             assert setting.name in untold or told.get(setting.name, setting.name) in features, setting.name
 
@@ -256,7 +258,9 @@ REFUSED = {
     "no drafter": (Config(speculation=SpeculationSection("eagle9")), "--speculation eagle9 does not work with"),
     "tokens, off": (Config(speculation=SpeculationSection("off", speculation_tokens=3)), "--speculation off"),
     "chunk": (Config(schedule=ScheduleSection(chunk_size=300, max_num_batched_tokens=200)), "--chunk-size 300"),
-    "parallel": (Config(parallel=ParallelSection(tensor_parallel_size=2)), "--tensor-parallel-size 2"),
+    "ranks": (Config(lora=LoraSection(enable_lora=True), parallel=ParallelSection(tensor_parallel_size=2)),
+              "--tensor-parallel-size 2 does not work with --enable-lora"),
+    "no ranks": (Config(parallel=ParallelSection(tensor_parallel_size=0)), "--tensor-parallel-size 0"),
     "negative": (Config(schedule=ScheduleSection(max_num_seqs=0)), "--max-num-seqs 0"),
     "port": (Config(serve=ServeSection(port=70000)), "--port 70000"),
     "memory": (Config(kv=KVSection(kv_memory=100 * GIB)), "a KV cache of 100.00 GiB does not work with the memory"),
