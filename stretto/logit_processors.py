@@ -1,13 +1,13 @@
 """Logit processors: code of your own between the model's logits and the choice of a token.
 
-    class Avoid(LogitProcessor):                               # in a package of yours, installed beside the server
-        def __call__(self, logits, rows):                      # every position that this step samples, of every request
-            for i, params in enumerate(rows.params):           # that asked for it
+    class Avoid(LogitProcessor):                          # in a package of yours, installed beside the server
+        def __call__(self, logits, rows):                 # every position that this step samples, of every request
+            for i, params in enumerate(rows.params):      # that asked for it
                 logits[i, params["ids"]] -= params["by"]
             return logits
 
-    [project.entry-points."stretto.logit_processors"]          # in its pyproject.toml: now a request may say
-    avoid = "my_package:Avoid"                                 # {"logit_processors": [{"name": "avoid", "params": ...}]}
+    [project.entry-points."stretto.logit_processors"]     # in its pyproject.toml: now a request may say
+    avoid = "my_package:Avoid"                            # {"logit_processors": [{"name": "avoid", "params": {}}]}
 
 A processor sees each position of a verify window with the ids before it, drafts included, exactly as if those had been
 generated one by one; so drafters change nothing. docs/sampling.md has the rules and a complete example.
@@ -83,14 +83,14 @@ class LogitProcessor(ABC):
     def __init__(self, context: ProcessorContext):
         self.context = context
 
-    @classmethod
+    @classmethod  # noqa: B027 - takes whatever comes, where it is not overridden
     def check(cls, params: Params) -> None:
         """Raises ValueError, which the client is told, for parameters that the processor cannot honour."""
 
-    def seat(self, slot: int, params: Params) -> None:
+    def seat(self, slot: int, params: Params) -> None:  # noqa: B027
         """A request that uses this processor takes the slot."""
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: int) -> None:  # noqa: B027
         """It has left the slot."""
 
     @abstractmethod

@@ -82,7 +82,8 @@ INTERPRETED = isinstance(grouped_kernel, InterpretedFunction)
 def launch_grouped(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, bounds: torch.Tensor,
                    rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor,
                    block_rows: int | None = None) -> torch.Tensor:
-    """Arguments as `grouped_linear`; block_rows: of every block, None: as suits the number of places. ValueError for tensors that are not contiguous."""
+    """Arguments as `grouped_linear`; block_rows: of every block, None: as suits the number of places. ValueError for
+    tensors that are not contiguous."""
     if not (weight.is_contiguous() and out.is_contiguous() and x.stride(1) == 1):
         raise ValueError(f"weights and output must be contiguous, rows of x too; strides are {weight.stride()}, "
                          f"{out.stride()} and {x.stride()}: call contiguous()")

@@ -8,10 +8,12 @@ import re
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from stretto.engine.async_llm import AsyncLLM
 from stretto.engine.llm import LLM
-from stretto.params import Grammar, SamplingParams
+from stretto.logit_processors import CustomLogitProcessor
+from stretto.params import Grammar, ProcessorUse, SamplingParams
 from stretto.protocol import CloseSession, GetSession, RequestError, SessionTurn
 from tests.engine.small import VOCAB, save_tiny
 from tests.text.vocabularies import byte_level
@@ -201,3 +203,48 @@ def test_one_turn_a_prompt(llm: LLM) -> None:
     both = llm.generate(["a", "b"], GREEDY, session=[SessionTurn(sid="s"), None])
     assert len(both) == 2 and [info.id for info in llm.manage(GetSession())] == ["s"]
     llm.manage(CloseSession("s"))
+
+
+# ------------------------------------------------------------------------------------------------------ the sampler
+class Force(CustomLogitProcessor):
+    """Code of a request: a list of ids, one after another."""
+
+    def __call__(self, logits, custom_param_list):
+        for i, params in enumerate(custom_param_list):
+            at = len(params["__req__"].output_ids)
+            if at < len(params["ids"]):
+                logits[i] = float("-inf")
+                logits[i, params["ids"][at]] = 0.0
+        return logits
+
+
+def test_code_of_a_request_where_it_is_allowed(folder, llm: LLM) -> None:
+    force = ProcessorUse(source=Force.to_str(), params={"ids": [5, 6, 7, 8]})
+    with pytest.raises(RequestError, match="--enable-custom-logit-processor"):
+        llm.generate("hello", replace(GREEDY, logit_processors=(force,)))
+    with LLM(str(folder), enable_custom_logit_processor=True, speculation="ngram", **OPTIONS) as other:
+        forced, plain = other.generate(["hello", "hello"], [replace(GREEDY, logit_processors=(force,)), GREEDY])
+        assert forced.token_ids[:4] == [5, 6, 7, 8] and plain.token_ids == llm.generate("hello", GREEDY)[0].token_ids
+        wrong = ProcessorUse(source=Force.to_str(), params={})
+        with pytest.raises(RequestError, match="KeyError") as e:
+            other.generate("hello", replace(GREEDY, logit_processors=(wrong,)))
+        assert e.value.code == "custom_logit_processor_failed"
+        decisions = {d.feature: d for d in other.prepared.resolved.decisions}
+        assert "can run code" in decisions["code of requests"].why
+
+
+def test_the_modes_of_the_sampler(folder, llm: LLM) -> None:
+    """From the options to the device: what each does is tested where it is made."""
+    sampling = SamplingParams(temperature=30.0, seed=4, max_tokens=12, logprobs=1)
+    with LLM(str(folder), deterministic=True, logprobs_mode="processed_logprobs", max_logprobs=-1, **OPTIONS) as other:
+        runner = other.core.device.runner
+        assert runner.fixed and runner.reporting.processed and type(runner.backend).__name__ == "TorchFixed"
+        one = other.generate("hello", sampling)[0]
+        beside = other.generate(["hello", "good day to you", "x"], sampling)[0]
+        assert [(s.token_id, s.logprob) for s in one.logprobs] == [(s.token_id, s.logprob) for s in beside.logprobs]
+        assert len(other.generate("hello", replace(sampling, logprobs=-1))[0].logprobs[0].top_ids) == VOCAB
+    with LLM(str(folder), speculation=f"standalone:{folder}", acceptance_method="rejection", **OPTIONS) as other:
+        assert other.core.device.runner.table.proposals is not None
+        got = other.generate("hello", sampling)[0]
+        assert got.usage.accepted_tokens == got.usage.drafted_tokens > 0  # the target itself proposes
+        assert other.generate("hello", GREEDY)[0].token_ids == llm.generate("hello", GREEDY)[0].token_ids

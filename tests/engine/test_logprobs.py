@@ -87,8 +87,9 @@ def play(oracle: Oracle, mode: str, drafter, **more) -> Run:
     run.core.device.runner.reporting = Reporting.of(mode)
     for wave in range(3):
         for i, (name, p) in enumerate(KINDS.items()):
-            run.submit(f"{name}{wave}", STEM + [i] + PROMPT,
-                       SamplingParams(seed=3, max_tokens=NEW, logprobs=4, prompt_logprobs=3 if wave == 1 else None, **p))
+            of_prompt = 3 if wave == 1 else None
+            run.submit(f"{name}{wave}", [*STEM, i, *PROMPT],
+                       SamplingParams(seed=3, max_tokens=NEW, logprobs=4, prompt_logprobs=of_prompt, **p))
             run.step(14)
     run.finish()
     return run
@@ -99,7 +100,7 @@ def play(oracle: Oracle, mode: str, drafter, **more) -> Run:
     for mode in MODES for drafting in ("none", "ngram", "mixed")])
 def test_case_11_01_equal_to_a_recomputation(oracle, mode: str, drafting: str) -> None:
     plain = play(oracle, mode, None)
-    told = [STEM + [i] + PROMPT + plain.ids(f"{name}0") for i, name in enumerate(KINDS)]
+    told = [[*STEM, i, *PROMPT, *plain.ids(f"{name}0")] for i, name in enumerate(KINDS)]
     drafter = {"none": None, "ngram": NgramDrafter(4),
                "mixed": ScriptedDrafter(told, 4, 0.7, vocab_size=VOCAB, variable=True)}[drafting]
     run = play(oracle, mode, drafter)
@@ -107,7 +108,7 @@ def test_case_11_01_equal_to_a_recomputation(oracle, mode: str, drafting: str) -
     assert counters["mixed_steps"] > 0 and counters["cached_tokens"] > 0
     assert drafting != "mixed" or counters["accepted"] > 10
     for i, (name, p) in enumerate(KINDS.items()):
-        prompt = STEM + [i] + PROMPT
+        prompt = [*STEM, i, *PROMPT]
         for wave in range(3):
             ids = run.ids(f"{name}{wave}")
             assert ids == plain.ids(f"{name}0")

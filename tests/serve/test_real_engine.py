@@ -13,6 +13,7 @@ from stretto.engine.build import text_streams
 from stretto.engine.core import EngineCore
 from stretto.spec.ngram import NgramDrafter
 from tests.engine.small import VOCAB, Oracle, make_core
+from tests.engine.test_logit_processors import ForceCode, as_code, engine
 from tests.serve.conftest import events, make_api, make_served
 from tests.serve.fakes import ByteTokenizer
 from tests.serve.test_metrics import samples
@@ -63,6 +64,27 @@ async def test_answers_are_the_oracles_streamed_and_not(oracle: Oracle, answers:
         assert sum(r["drafted_at"]) == r["drafted_tokens"] and (
             not r["drafted_at"] or r["drafted_at"][0] == sum(r["accepted_runs"]))
         assert r["tokens_per_step"] == round(NEW / r["steps"], 4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("fields", "status"), [
+    ({"logit_processors": [{"name": "breaks", "params": {"how": "raise"}}]}, 500),
+    ({"custom_logit_processor": as_code(ForceCode), "custom_params": {}}, 400)])
+async def test_a_logit_processor_that_fails(oracle: Oracle, answers: list[list[int]], fields: dict, status: int,
+                                            stream: bool):
+    """Its request gets an error that names the field; the one beside it, with the same processor, its answer."""
+    good = {"logit_processors": [{"name": "breaks"}]} if status == 500 else {**fields, "custom_params": {"ids": []}}
+    body = {"temperature": 0, "max_tokens": NEW, "return_token_ids": True, "ignore_eos": True}
+
+    def core() -> EngineCore:
+        return engine(oracle.model, drafter=NgramDrafter(3), text=text_streams(ByteTokenizer())).core
+    async with make_api(core, **NAME) as api:
+        bad, other = await asyncio.gather(api.complete(PROMPTS[0], **body, **fields, stream=stream),
+                                          api.complete(PROMPTS[0], **body, **good))
+        error = bad.json()["error"]  # of a stream too, while nothing was sent
+        assert bad.status_code == status
+        assert error["param"] in fields and error["code"].endswith("logit_processor_failed")
+        assert other.json()["choices"][0]["token_ids"] == answers[0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
