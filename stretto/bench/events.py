@@ -135,9 +135,10 @@ class EventClient:
         self._head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self._idle: list[Connection] = []
 
-    async def post(self, path: str, body: bytes, on_event: OnEvent) -> Answer:
+    async def post(self, path: str, body: bytes, on_event: OnEvent, headers: Mapping[str, str] | None = None) -> Answer:
         """Raises OSError (ConnectionLost among them), TimeoutError, and ValueError for what is no HTTP."""
-        request = (f"POST {self._path}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
+        own = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        request = (f"POST {self._path}{path} HTTP/1.1\r\n{self._head}{own}Content-Length: {len(body)}\r\n\r\n"
                    .encode("latin-1") + body)
         async with asyncio.timeout(self._timeout):
             while True:

@@ -17,6 +17,7 @@ import json
 import random
 import re
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,6 +60,7 @@ class Load:
     api: Literal["chat", "completions"] = "chat"
     timeout: float = 600.0
     ignore_eos: bool = True
+    sessions: bool = False  # each conversation has a session id, in a header that gateways route by
     seed: int = 0
 
 
@@ -219,12 +221,15 @@ class _Client:
 
     async def _converse(self, conversation: Conversation, due: float) -> None:
         messages: list[Message] = []
-        for turn in conversation.turns:
+        headers = {"X-Session-Id": f"bench-{uuid.uuid4().hex}"} if self._load.sessions else {}
+        for number, turn in enumerate(conversation.turns, 1):
             messages.append({"role": "user", "content": turn})
+            if headers and number == len(conversation.turns):
+                headers["X-Dynamo-Session-Final"] = "true"
             sample = Sample()
             self._samples.append(sample)
             try:
-                await self._ask(messages, conversation.output_tokens, sample, due)
+                await self._ask(messages, conversation.output_tokens, sample, due, headers)
             except (OSError, ValueError) as e:  # TimeoutError is an OSError
                 sample.error, sample.end = f"{type(e).__name__}: {e}"[:300], time.perf_counter() - due
                 return
@@ -242,11 +247,12 @@ class _Client:
             body["prompt"] = "\n".join(message["content"] for message in messages)
         return body | self._target.extra
 
-    async def _ask(self, messages: list[Message], output_tokens: int, sample: Sample, due: float) -> None:
+    async def _ask(self, messages: list[Message], output_tokens: int, sample: Sample, due: float,
+                   headers: dict[str, str]) -> None:
         path = "/v1/chat/completions" if self._load.api == "chat" else "/v1/completions"
         body = msgspec.json.encode(self._body(messages, output_tokens))
         listener = _Listener(sample, due, self._load.api)
-        answer = await self._events.post(path, body, listener.hear)
+        answer = await self._events.post(path, body, listener.hear, headers)
         if answer.status != 200:
             raise ValueError(f"status {answer.status}: {answer.rest.decode('utf-8', 'replace')[:200]}")
         listener.end()

@@ -59,6 +59,8 @@ class LoadOptions:
     """File with conversations instead: one JSON object a line, or a ShareGPT list."""
     turns: int = 1
     """User turns of each conversation, as an agent's: each prompt holds all that was said."""
+    sessions: bool = False
+    """Name each conversation in the header X-Session-Id, by which gateways keep it at one server."""
     shared_prefix: int = 0
     """Words that all conversations begin with."""
     long_every: int = 0
@@ -167,7 +169,7 @@ class _Bench:
     def load(self, rate: float | None, concurrency: int | None) -> Load:
         options = self.options
         return Load(self.conversations, rate, options.burstiness, concurrency or (8 if rate is None else 1000),
-                    options.api, ignore_eos=options.ignore_eos, seed=options.seed)
+                    options.api, ignore_eos=options.ignore_eos, sessions=options.sessions, seed=options.seed)
 
     def run(self, work: Load) -> dict[str, Any]:
         """The report of all servers under this load."""
