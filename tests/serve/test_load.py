@@ -94,8 +94,8 @@ class Clients:
 
 @dataclass
 class Holdings:
-    """What a request could leave behind. Files, tasks and objects are the whole process's: what an earlier test has left
-    may go in between. `engine`: readers, calls, slots, pages, sessions."""
+    """What a request could leave behind. Files, tasks and objects are the whole process's: what an earlier test has
+    left may go in between. `engine`: readers, calls, slots, pages, sessions."""
 
     files: int
     tasks: int
