@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+PADDED = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1152)  # lengths of batches; longer sequences are cut
 VALIDATION = 128  # sequences that are never trained on
 
 
@@ -82,33 +83,44 @@ class Dataset:
         self.answer_ids = self.ids[answer >= self.start[owner] + self.prompt[owner]]
 
     def batches(self, tokens: int, anchors: int, seed: int = 0) -> Iterator[Batch]:
-        """Endlessly: sequences of similar lengths, about `tokens` positions and `anchors` anchors in all."""
+        """Endlessly: sequences of similar lengths, about `tokens` positions and `anchors` anchors in all. Shapes are
+        few, so that a GPU's memory does not fall into pieces."""
         host, device = torch.Generator().manual_seed(seed), torch.Generator(self.device).manual_seed(seed)
+        padded = torch.tensor([min(n for n in PADDED if n >= length or n == PADDED[-1]) for length in
+                               self.lengths[self.train].tolist()])
         while True:
-            noisy = self.lengths[self.train] * (1 + 0.1 * torch.rand(len(self.train), generator=host))
-            groups = list(self.groups(self.train[noisy.argsort()], tokens))
+            groups = []
+            for length in padded.unique().tolist():
+                mine = self.train[padded == length]
+                each = max(1, tokens // length)
+                mine = mine[torch.randperm(len(mine), generator=host)]
+                mine = torch.cat([mine, mine[torch.randint(len(mine), (-len(mine) % each,), generator=host)]])
+                groups += [(length, chosen) for chosen in mine.split(each)]
             for i in torch.randperm(len(groups), generator=host).tolist():
-                chosen = groups[i]
+                length, chosen = groups[i]
                 each = max(1, anchors // len(chosen))
-                yield self.batch(chosen, self._random_anchors(chosen.to(self.device), each, device))
+                yield self.batch(chosen, self._random_anchors(chosen.to(self.device), each, length, device), length)
 
     def groups(self, ordered: torch.Tensor, tokens: int) -> Iterator[torch.Tensor]:
-        first = 0
+        """Sequences in order of length, in groups of about `tokens` positions."""
+        lengths, first = self.lengths[ordered].tolist(), 0
         while first < len(ordered):
             last = first + 1
-            while last < len(ordered) and int(self.lengths[ordered[last]]) * (last + 1 - first) <= tokens:
+            while last < len(ordered) and lengths[last] * (last + 1 - first) <= tokens:
                 last += 1
             yield ordered[first:last]
             first = last
 
-    def _random_anchors(self, chosen: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
-        """[B, count], from the answer's first token to the last that has one after it."""
-        low, high = self.prompt[chosen], self.stop[chosen] - self.start[chosen] - 1
+    def _random_anchors(self, chosen: torch.Tensor, count: int, length: int,
+                        generator: torch.Generator) -> torch.Tensor:
+        """[B, count], from the answer's first token to the last that has one after it, among `length` positions."""
+        low, high = self.prompt[chosen], (self.stop[chosen] - self.start[chosen]).clamp(max=length) - 1
         share = torch.rand(len(chosen), count, device=self.device, generator=generator)
         return (low[:, None] + share * (high - low)[:, None]).long()
 
-    def batch(self, chosen: torch.Tensor, anchors: torch.Tensor) -> Batch:
-        most = -(-int(self.lengths[chosen].max()) // 64) * 64
+    def batch(self, chosen: torch.Tensor, anchors: torch.Tensor, length: int | None = None) -> Batch:
+        """Sequences padded or cut to `length`; None: to the longest."""
+        most = length or int(self.lengths[chosen].max())
         sequences = chosen.to(self.device)
         start, stop = self.start[sequences], self.stop[sequences]
         rows = (start[:, None] + torch.arange(most, device=self.device)).clamp(max=len(self.ids) - 1)

@@ -12,12 +12,13 @@ from training.heads import Eagle3, shape_of
 from training.loop import Options, frequent_ids, prepare, train
 
 TAPS = (1, 15, 28)  # after which of the target's layers
-INNER, VOCABULARY, DRAFTS = 768, 4096, 5
+INNER, VOCABULARY, DRAFTS = 768, 6144, 5
 
 
 def main(answers: Path, output: Path, *, model: str | None = None, taps: tuple[int, ...] = TAPS, inner: int = INNER,
-         vocabulary: int = VOCABULARY, drafts: int = DRAFTS, minutes: float = Options.minutes, anchors: int = 4096,
-         rate: float = Options.rate, hard: float = Options.hard, tokens: int = Options.tokens) -> None:
+         vocabulary: int = VOCABULARY, drafts: int = DRAFTS, minutes: float = Options.minutes,
+         anchors: int = Options.anchors, rate: float = Options.rate, hard: float = Options.hard,
+         tokens: int = Options.tokens) -> None:
     """answers: made by training.generate.  output: folder of the checkpoint.  vocabulary: how many ids can be drafted,
     the most frequent ones.  drafts: of a chain in training.  minutes: of training alone.  Others: see loop.Options."""
     data, teacher = prepare(answers, model, taps, drafts)

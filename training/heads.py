@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from training.modules import MLP, Attention, RMSNorm, Rotary, additive, small_start
+from training.modules import MLP, Attention, RMSNorm, Rotary, small_start
 
-START = 0.3  # of the target's final norm: a head that knows nothing yet should not be sure of anything
+START = 0.1  # of the target's final norm: a head that knows nothing yet should not be sure of anything
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,32 @@ class Seen:
     before: torch.Tensor  # [B, A, K] int64: those ids
 
 
+Factors = list[tuple[torch.Tensor, torch.Tensor]]  # x [N, E] and w [D, E]: the sum of x w^T is the logits
+
+
 class Head(Protocol):
     ids: torch.Tensor | None  # [D] int64: target ids of its own vocabulary; None: all of them
 
     def drafts(self, seen: Seen) -> torch.Tensor:
-        """-> [B, A, K, E], the input of `logits`."""
+        """-> [B, A, K, E]."""
         ...
 
-    def logits(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """[N, E], ids before [N] -> [N, D or V]."""
+    def factors(self, hidden: torch.Tensor, before: torch.Tensor) -> Factors:
+        """hidden [N, E], ids before [N] -> what gives the logits [N, D]."""
         ...
 
-    def loss(self, hidden: torch.Tensor, before: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
-        """A loss besides that of the logits, or None. `right` [N] bool: the best draft is the true id."""
+    def confidence(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
+        """Logits of the probability that the best draft is right, [N]; None for a head that gives none."""
         ...
+
+
+def logits_of(factors: Factors) -> torch.Tensor:
+    """[N, D]."""
+    (x, w), *more = factors
+    logits = x.to(w.dtype) @ w.t()
+    for x, w in more:
+        logits = logits.addmm(x.to(logits.dtype), w.t().to(logits.dtype))
+    return logits
 
 
 class EagleLayer(nn.Module):
@@ -91,32 +103,28 @@ class Eagle3(nn.Module):
     def drafts(self, seen: Seen) -> torch.Tensor:
         layer, attn, anchors = self.midlayer, self.midlayer.self_attn, seen.anchors
         b, t, _ = seen.embedded.shape
-        a, k = seen.following.shape[1:3]
         device, at = anchors.device, torch.arange(b, device=anchors.device)[:, None]
         features = self.fc(seen.taps)
         cells = layer.joined(seen.embedded[:, 1:], features[:, :-1])  # cell p at place p-1
-        keys, values = attn.keys(cells, torch.arange(t - 1, device=device).expand(b, -1), self.rotary)
-        context = torch.arange(1, t, device=device) <= anchors[..., None]  # [B, A, T-1]
-        own = torch.eye(a, dtype=torch.bool, device=device).expand(b, -1, -1)
-        feature, out = features[at, anchors - 1], []
-        x = cells[at, anchors - 1]
-        for step in range(k):
+        context = attn.keys(cells, torch.arange(t - 1, device=device).expand(b, -1), self.rotary)
+        before = torch.arange(1, t, device=device) <= anchors[..., None]  # [B, A, T-1]
+        feature, x, out, own = features[at, anchors - 1], cells[at, anchors - 1], [], []
+        for step in range(seen.following.shape[2]):
             place = anchors - 1 + step
             if step:
                 x = layer.joined(seen.following[:, :, step], feature)
-                more = attn.keys(x, place, self.rotary)
-                keys, values = torch.cat([keys, more[0]], 1), torch.cat([values, more[1]], 1)
-                context = torch.cat([context, own], -1)
-            q = attn.queries(x, place, self.rotary)
-            feature = feature + attn.attend(q, keys, values, additive(context, features.dtype))
+                own.append(attn.keys(x, place, self.rotary))
+            chain = tuple(torch.stack(parts, 2) for parts in zip(*own, strict=True)) if own else None
+            q = attn.queries(x, place, self.rotary)[:, :, None]
+            feature = feature + attn.attend(q, context, chain, before)[:, :, 0]
             feature = feature + layer.mlp(layer.post_attention_layernorm(feature))
             out.append(feature)
         return torch.stack(out, 2)
 
-    def logits(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.norm(hidden))
+    def factors(self, hidden: torch.Tensor, before: torch.Tensor) -> Factors:
+        return [(self.norm(hidden), self.lm_head.weight)]
 
-    def loss(self, hidden: torch.Tensor, before: torch.Tensor, right: torch.Tensor) -> None:
+    def confidence(self, hidden: torch.Tensor, before: torch.Tensor) -> None:
         return None
 
 
@@ -152,28 +160,25 @@ class DFlash(nn.Module):
     def drafts(self, seen: Seen) -> torch.Tensor:
         anchors, size = seen.anchors, self.size
         b, t, e = seen.embedded.shape
-        a, device = anchors.shape[1], anchors.device
+        device = anchors.device
         states = self.hidden_norm(self.fc(seen.taps))
-        x = self.mask.expand(b, a, size, e).clone()
-        x[:, :, 0] = seen.following[:, :, 0].to(x.dtype)
-        x = x.flatten(1, 2).float()
-        place = (anchors[..., None] + torch.arange(size, device=device)).flatten(1)
-        context = torch.arange(t, device=device).expand(b, -1)
-        owner = torch.arange(a, device=device).repeat_interleave(size)
-        seen_context = (context[:, None] < anchors[..., None]).repeat_interleave(size, 1)
-        mask = additive(torch.cat([seen_context, (owner[:, None] == owner).expand(b, -1, -1)], -1), seen.taps.dtype)
+        x = self.mask.float().expand(b, anchors.shape[1], size, e).clone()
+        x[:, :, 0] = seen.following[:, :, 0].float()
+        place = anchors[..., None] + torch.arange(size, device=device)
+        at = torch.arange(t, device=device).expand(b, -1)
+        before = at[:, None] < anchors[..., None]  # [B, A, T]
         for layer in self.layers:
             attn, normed = layer.self_attn, layer.input_layernorm(x)
-            k, v = attn.keys(torch.cat([states, normed], 1), torch.cat([context, place], 1), self.rotary)
-            x = x + attn.attend(attn.queries(normed, place, self.rotary), k, v, mask)
+            context, own = attn.keys(states, at, self.rotary), attn.keys(normed, place, self.rotary)
+            x = x + attn.attend(attn.queries(normed, place, self.rotary), context, own, before)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        x = self.norm(x).unflatten(1, (a, size))
+        x = self.norm(x)
         return x if self.from_anchor else x[:, :, 1:]
 
-    def logits(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        return hidden.to(self.head.dtype) @ self.head.t()
+    def factors(self, hidden: torch.Tensor, before: torch.Tensor) -> Factors:
+        return [(hidden, self.head)]
 
-    def loss(self, hidden: torch.Tensor, before: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    def confidence(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
@@ -193,17 +198,12 @@ class DSpark(DFlash):
         self.markov_head = Markov(len(head), rank)
         self.confidence_head = nn.ModuleDict({"proj": nn.Linear(shape.hidden + rank, 1)})
 
-    def logits(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    def factors(self, hidden: torch.Tensor, before: torch.Tensor) -> Factors:
         head = self.markov_head
-        return super().logits(hidden, before) + head.markov_w2(head.markov_w1(before))
+        return [(hidden, self.head), (head.markov_w1(before), head.markov_w2.weight)]
 
     def confidence(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """[N, E], ids before [N] -> logit of the probability that the best draft is right, [N]."""
         return self.confidence_head["proj"](torch.cat([hidden, self.markov_head.markov_w1(before)], -1).detach())[:, 0]
-
-    def loss(self, hidden: torch.Tensor, before: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        sure = self.confidence(hidden, before).float()
-        return nn.functional.binary_cross_entropy_with_logits(sure, right.float())
 
 
 def shape_of(config: Any, inner: int, layers: int, taps: int) -> Shape:

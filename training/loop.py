@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
 from training.answers import VALIDATION, Batch, Dataset
 from training.export import round_weights
-from training.heads import Head, Seen
+from training.heads import Head, Seen, logits_of
 from training.target import Teacher
 
-WARM_UP = 100  # steps until the learning rate is reached
+WARM_UP = 50  # steps until the learning rate is reached
 GLANCE = 16  # answers whose acceptance is simulated during training
 
 
@@ -28,9 +28,9 @@ class Options:
     rest is of the target's probabilities."""
 
     minutes: float = 2.0
-    tokens: int = 16_384
-    anchors: int = 2_048
-    rate: float = 1e-3
+    tokens: int = 8_192
+    anchors: int = 1_024
+    rate: float = 4e-3
     decay: float = 0.8
     hard: float = 0.5
     seed: int = 0
@@ -42,17 +42,46 @@ def pick_device() -> tuple[torch.device, torch.dtype]:
     return torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
 
 
+class SparseCrossEntropy(torch.autograd.Function):
+    """-sum(weights * log softmax(logits)[ids]) where the logits are a sum of products, which are computed once and kept
+    as probabilities in the type of the factors: with 49,152 ids memory traffic is what a step waits for."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weights: torch.Tensor, *flat: torch.Tensor
+                ) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids, weights [N, L]; x, w of each factor. Returns the sum, and the likeliest id of each row, [N]."""
+        factors = list(zip(flat[::2], flat[1::2], strict=True))
+        p = logits_of(factors).softmax(-1)
+        ctx.save_for_backward(p, ids, weights, *flat)
+        return -(weights * p.gather(1, ids).float().clamp(min=1e-20).log()).sum(), p.argmax(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        p, ids, weights, *flat = ctx.saved_tensors
+        weights = weights * grads[0]
+        d = p.mul_(weights.sum(1, keepdim=True).to(p.dtype)).scatter_add_(1, ids, -weights.to(p.dtype))
+        out: list[torch.Tensor | None] = [None, None]
+        for i, (x, w) in enumerate(zip(flat[::2], flat[1::2], strict=True)):
+            of_x, of_w = ctx.needs_input_grad[2 + 2 * i : 4 + 2 * i]
+            out.append((d @ w.to(d.dtype)).to(x.dtype) if of_x else None)
+            out.append((d.t() @ x.to(d.dtype)).to(w.dtype) if of_w else None)
+        return tuple(out)
+
+
 class Trainer:
-    """Trains one head on the answers of a file. `states`: what `Teacher.remember` gave, for the whole data."""
+    """Trains one head on the answers of a file."""
 
     def __init__(self, head: Head, data: Dataset, teacher: Teacher, options: Options):
         self.head, self.data, self.teacher, self.options = head, data, teacher, options
-        self.taps, self.last = teacher.remember(data)
+        self.memory = teacher.remember(data)
         self.weight = options.decay ** torch.arange(data.width, device=data.device)
-        assert isinstance(head, nn.Module)
-        self.optimizer = torch.optim.AdamW(head.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.01,
-                                           fused=data.device.type == "cuda")
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.own_ids: torch.Tensor | None = None  # [V] int64: the head's id of each of the target's, -1: none
+        if head.ids is not None:
+            self.own_ids = torch.full((len(teacher.head),), -1, device=data.device)
+            self.own_ids[head.ids] = torch.arange(len(head.ids), device=data.device)
+        self.optimizers = optimizers_of(head, options.rate)
+        self.parameters = [p for optimizer in self.optimizers for group in optimizer.param_groups
+                           for p in group["params"]]
 
     def run(self) -> int:
         """Returns the number of steps."""
@@ -65,14 +94,7 @@ class Trainer:
                 share = (time.monotonic() - began) / (60 * options.minutes)
                 if share >= 1 and steps:
                     break
-                rate = options.rate * min(1, (steps + 1) / WARM_UP) * max(0.5 + 0.5 * math.cos(math.pi * share), 0.01)
-                for group in self.optimizer.param_groups:
-                    group["lr"] = rate
-                loss = self.loss(batch)
-                loss.backward()
-                nn.utils.clip_grad_norm_(self.parameters, 1.0)
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
+                loss = self.step(batch, min(1, (steps + 1) / WARM_UP) * max(1 - share, 0.01))
                 steps += 1
                 if share - said > 0.2 or steps == 1:
                     said = share
@@ -81,47 +103,50 @@ class Trainer:
                 progress.update(task, completed=share)
         return steps
 
+    def step(self, batch: Batch, rate: float) -> torch.Tensor:
+        """One step at this share of the learning rate. Returns the loss before it."""
+        loss = self.loss(batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * rate
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
     def seen(self, batch: Batch) -> Seen:
-        ids = self.data.ids
-        place = batch.label_rows  # of the positions before each draft
-        before = ids[place]
-        return Seen(self.taps[batch.rows], self.teacher.embedding[ids[batch.rows]], batch.anchors,
-                    self.teacher.embedding[before], before)
+        ids, embedding = self.data.ids, self.teacher.embedding
+        before = ids[batch.label_rows]  # label_rows are the positions before each draft
+        return Seen(self.memory.taps[batch.rows], embedding[ids[batch.rows]], batch.anchors, embedding[before], before)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         seen = self.seen(batch)
         with torch.autocast(self.data.device.type, torch.bfloat16, enabled=self.data.device.type == "cuda"):
-            hidden = self.head.drafts(seen)
-            weight = (self.weight * self._learnable(batch)).flatten()
-            chosen = weight.nonzero().flatten()
-            hidden, before = hidden.flatten(0, 2)[chosen], seen.before.flatten()[chosen]
-            logits = self.head.logits(hidden, before)
-            places, labels = batch.label_rows.flatten()[chosen], batch.labels.flatten()[chosen]
-            with torch.no_grad():
-                rows = self.teacher.head if self.head.ids is None else self.teacher.head[self.head.ids]
-                target = (self.last[places] @ rows.t()).float().softmax(-1)
-            if self.head.ids is not None:
-                labels = self._own_ids()[labels]
-            log_p = logits.float().log_softmax(-1)
-            hard = -log_p.gather(1, labels[:, None])[:, 0]
-            soft = -(target * log_p).sum(-1)
-            each = self.options.hard * hard + (1 - self.options.hard) * soft
-            more = self.head.loss(hidden, before, logits.argmax(-1) == labels)
-        loss = (each * weight[chosen]).sum() / weight[chosen].sum()
-        return loss if more is None else loss + more
+            hidden, before = self.head.drafts(seen).flatten(0, 2), seen.before.flatten()
+            ids, weights = self._targets(batch)
+            flat = [part for pair in self.head.factors(hidden, before) for part in pair]
+            loss, best = SparseCrossEntropy.apply(ids, weights, *flat)
+            sure = self.head.confidence(hidden, before)
+        if sure is None:
+            return loss
+        right = (best == batch.labels.flatten()).float()
+        weight = weights.sum(1)
+        return loss + (F.binary_cross_entropy_with_logits(sure.float(), right, reduction="none") * weight).sum()
 
-    def _learnable(self, batch: Batch) -> torch.Tensor:
-        """[B, A, K]: drafts inside the answer that the head's vocabulary holds."""
-        if self.head.ids is None:
-            return batch.valid.float()
-        return (batch.valid & (self._own_ids()[batch.labels] >= 0)).float()
-
-    def _own_ids(self) -> torch.Tensor:
-        """[V] int64: the head's id of each of the target's, -1 where it has none."""
-        assert self.head.ids is not None
-        own = torch.full((len(self.teacher.head),), -1, device=self.data.device)
-        own[self.head.ids] = torch.arange(len(self.head.ids), device=self.data.device)
-        return own
+    def _targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids of the head's vocabulary and their weights, [N, 1 + LIKELY]: the true id, and what the target finds
+        likely. All weights of a batch sum up to 1."""
+        rows, labels = batch.label_rows.flatten(), batch.labels.flatten()
+        likely = self.memory.probabilities[rows]
+        ids = torch.cat([labels[:, None], self.memory.ids[rows].long()], 1)
+        hard = torch.full_like(likely[:, :1], self.options.hard)
+        weights = torch.cat([hard, (1 - self.options.hard) * likely / likely.sum(1, keepdim=True)], 1)
+        if self.own_ids is not None:
+            ids = self.own_ids[ids]
+            weights, ids = weights * (ids >= 0), ids.clamp(min=0)
+        weights = weights * (self.weight * batch.valid).view(-1, 1)
+        return ids, weights / weights.sum().clamp(min=1e-9)
 
     @torch.no_grad()
     def accepted_length(self, most: int = VALIDATION) -> float:
@@ -148,13 +173,27 @@ class Trainer:
         with torch.autocast(data.device.type, torch.bfloat16, enabled=data.device.type == "cuda"):
             hidden = self.head.drafts(seen).flatten(0, 2)
             before = seen.before.flatten()
-            best = torch.cat([self.head.logits(h, b).argmax(-1) for h, b in
+            best = torch.cat([logits_of(self.head.factors(h, b)).argmax(-1) for h, b in
                               zip(hidden.split(16_384), before.split(16_384), strict=True)])
         if self.head.ids is not None:
             best = self.head.ids[best]
         right = (best.view_as(batch.labels) == batch.labels) & batch.valid
         runs = right.int().cumprod(-1).sum(-1)
         return [row[: int(n) - 1].tolist() for row, n in zip(runs, lengths, strict=True)]
+
+
+def optimizers_of(head: Any, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon (K. Jordan, 2024) for matrices between hidden states; AdamW for vectors and what has a row for each id."""
+    matrices, rest = [], []
+    for name, weight in head.named_parameters():
+        inner = weight.ndim == 2 and min(weight.shape) > 1 and not name.startswith(("lm_head", "markov_head"))
+        (matrices if inner else rest).append(weight)
+    made = [torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=rate / 2, betas=(0.9, 0.95), weight_decay=0.0, fused=rest[0].is_cuda)]
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return made
 
 
 def frequent_ids(data: Dataset, count: int, vocab: int) -> torch.Tensor:

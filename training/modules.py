@@ -2,7 +2,7 @@
 
 Drafts are trained from anchors: each anchor's queries see the context before it, and their own block or chain.
 
-    queries [B, A * S]      keys  | context [B, T], each anchor sees a part | own [B, A * S], each anchor sees its own |
+    queries [B, A, S]       keys  | context [B, T], of which each anchor sees a part | own [B, A, S'], all of them |
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+Keys = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 
 class RMSNorm(nn.Module):
@@ -30,7 +32,7 @@ class Rotary(nn.Module):
         self.register_buffer("rate", theta ** (-torch.arange(0, head_dim, 2).float() / head_dim), persistent=False)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x [B, N, H, D], positions [B, N]."""
+        """x [..., H, D], positions [...]."""
         angle = positions[..., None, None].float() * self.rate
         cos, sin = angle.cos(), angle.sin()
         a, b = x.float().chunk(2, -1)
@@ -50,21 +52,34 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, eps) if head_norm else nn.Identity()
 
     def queries(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        """x [B, N, inputs] -> [B, N, H, D]."""
+        """x [..., inputs], positions [...] -> [..., H, D]."""
         return rotary(self.q_norm(self.q_proj(x).unflatten(-1, self.shape)), positions)
 
-    def keys(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, N, inputs] -> k and v, [B, N, Hkv, D]."""
+    def keys(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary) -> Keys:
+        """x [..., inputs], positions [...] -> k and v, [..., Hkv, D]."""
         k = rotary(self.k_norm(self.k_proj(x).unflatten(-1, self.shape)), positions)
         return k, self.v_proj(x).unflatten(-1, self.shape)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """mask [B, Q, C], added to the scores -> [B, Q, hidden]."""
-        dtype = mask.dtype
-        q = q.transpose(1, 2).to(dtype)
-        k, v = (x.repeat_interleave(self.repeat, 2).transpose(1, 2).to(dtype) for x in (k, v))
-        mask = mask[:, None].expand(-1, q.shape[1], -1, -1)
-        return self.o_proj(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+    def attend(self, q: torch.Tensor, context: Keys, own: Keys | None, seen: torch.Tensor) -> torch.Tensor:
+        """q [B, A, S, H, D]; context [B, T, Hkv, D] each, of which anchors see `seen` [B, A, T]; own [B, A, S', Hkv, D]
+        each, all seen. Returns [B, A, S, hidden]."""
+        b, a, s, h, d = q.shape
+        dtype = context[1].dtype
+        rows = (q.to(dtype) * d**-0.5).view(b, a, s, -1, self.repeat, d).permute(0, 3, 1, 2, 4, 5)
+        # now [B, Hkv, A, S, H / Hkv, D]; keys and values below [B, Hkv, T, D] and [B, Hkv, A, S', D]
+        k, v = (x.to(dtype).transpose(1, 2) for x in context)
+        scores = (rows.flatten(2, 4) @ k.transpose(2, 3)).view(b, -1, a, s * self.repeat, k.shape[2])
+        scores = scores.masked_fill(~seen[:, None, :, None], float("-inf"))
+        if own is None:
+            weights = scores.float().softmax(-1).to(dtype)
+            out = (weights.flatten(2, 3) @ v).view(rows.shape)
+        else:
+            own_k, own_v = (x.to(dtype).permute(0, 3, 1, 2, 4) for x in own)
+            mine = rows.flatten(3, 4) @ own_k.transpose(3, 4)
+            weights = torch.cat([scores, mine], -1).float().softmax(-1).to(dtype)
+            far, near = weights.split([k.shape[2], own_k.shape[3]], -1)
+            out = ((far.flatten(2, 3) @ v).view(b, -1, a, s * self.repeat, d) + near @ own_v).view(rows.shape)
+        return self.o_proj(out.permute(0, 2, 3, 1, 4, 5).reshape(b, a, s, h * d))
 
 
 class MLP(nn.Module):
@@ -76,11 +91,6 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """bool -> 0 where seen, else -inf."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
 def small_start(module: nn.Module) -> None:

@@ -1,11 +1,12 @@
 """The target while drafters are trained: frozen, in transformers' implementation; its hidden states are computed once.
 
 Of every position of the data the states after some layers are kept on the device (2 bytes a number: 10 million tokens
-with five states of 576 numbers are 58 GB), and the state that its head reads, from which its probabilities follow.
+with four states of 576 numbers are 46 GB), and the likeliest ids with their probabilities.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from stretto.bench.engines import from_gguf
 from stretto.model.hub import resolve_model
 from training.answers import Dataset
+
+LIKELY = 8  # ids whose probabilities are kept
 
 
 class Teacher:
@@ -46,20 +49,33 @@ class Teacher:
         return torch.cat([kept[i] for i in self.taps], -1), last
 
     @torch.no_grad()
-    def remember(self, data: Dataset, tokens: int = 65_536) -> tuple[torch.Tensor, torch.Tensor]:
-        """States of all positions of the data: [N, taps * E] and [N, E]."""
-        width, dtype = self.config.hidden_size, self.embedding.dtype
-        taps = torch.zeros(len(data.ids), len(self.taps) * width, dtype=dtype, device=data.device)
-        last = torch.zeros(len(data.ids), width, dtype=dtype, device=data.device)
+    def remember(self, data: Dataset, tokens: int = 32_768) -> Memory:
+        """Of all positions of the data."""
+        width, n = self.config.hidden_size, len(data.ids)
+        memory = Memory(torch.zeros(n, len(self.taps) * width, dtype=self.embedding.dtype, device=data.device),
+                        torch.zeros(n, LIKELY, dtype=torch.int32, device=data.device),
+                        torch.zeros(n, LIKELY, dtype=torch.float32, device=data.device))
         for chosen in data.groups(data.lengths.argsort(), tokens):
             most = int(data.lengths[chosen].max())
             sequences = chosen.to(data.device)
             rows = data.start[sequences][:, None] + torch.arange(most, device=data.device)
             real = rows < data.stop[sequences][:, None]
-            rows = rows.clamp(max=len(data.ids) - 1)
-            found = self.states(data.ids[rows])
-            taps[rows[real]], last[rows[real]] = found[0][real], found[1][real]
-        return taps, last
+            taps, last = self.states(data.ids[rows.clamp(max=n - 1)])
+            rows, last = rows[real], last[real]
+            memory.taps[rows] = taps[real]
+            for some, hidden in zip(rows.split(8192), last.split(8192), strict=True):
+                found = (hidden @ self.head.t()).float().softmax(-1).topk(LIKELY)
+                memory.ids[some], memory.probabilities[some] = found.indices.int(), found.values
+        return memory
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the target makes of N positions: states side by side, the likeliest next ids and their probabilities."""
+
+    taps: torch.Tensor  # [N, taps * E]
+    ids: torch.Tensor  # [N, LIKELY] int32
+    probabilities: torch.Tensor  # [N, LIKELY] float32
 
 
 def load_folder(path: Path, dtype: torch.dtype):

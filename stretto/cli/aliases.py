@@ -47,8 +47,15 @@ def _never(why: str, *harmless: str) -> Foreign:
 DRAFT_MODEL = "--speculation's model"  # stands for their own flag until it is joined with the drafter's name
 DRAFT_STEPS = "--speculation-tokens, if no other says it"
 
+# Second spellings of settings, as variables: STRETTO_SPEC_TOKENS.
+SPELLINGS: Mapping[str, str] = {"spec": "speculation", "spec_method": "speculation",
+                                "spec_tokens": "speculation_tokens"}
+
 ALIASES: Mapping[str, Alias] = {
     "--kv.host-bytes": Alias("--kv-host-bytes"),
+    "--spec": Alias("--speculation"),
+    "--spec.method": Alias("--speculation"),
+    "--spec.tokens": Alias("--speculation-tokens"),
     # SGLang
     "--model-path": Alias("--model"),
     "--tokenizer-path": Alias("--tokenizer"),

@@ -16,7 +16,16 @@ from pathlib import Path
 import yaml
 from cyclopts.argument import ArgumentCollection
 
-from stretto.cli.aliases import ALIASES, DRAFT_MODEL, DRAFT_STEPS, Told, as_setting, translate, translate_tokens
+from stretto.cli.aliases import (
+    ALIASES,
+    DRAFT_MODEL,
+    DRAFT_STEPS,
+    SPELLINGS,
+    Told,
+    as_setting,
+    translate,
+    translate_tokens,
+)
 from stretto.cli.failures import UsageError
 from stretto.config import Config, parse_count, parse_size
 
@@ -90,13 +99,16 @@ def _is_strict(settings: Settings) -> bool:
 # -------------------------------------------------------------------------------------------- variables and the file
 def read_variables(environment: Mapping[str, str], told: Told) -> dict[str, object]:
     """Settings among the environment's STRETTO_* variables. A variable that is no setting is told, not refused: the
-    environment is shared with others. Lists are separated by commas or blanks."""
+    environment is shared with others. Lists are separated by commas or blanks. Raises UsageError."""
     known, found = setting_names(), dict[str, object]()
     for variable in sorted(environment):
         value = environment[variable]
         if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES or _SERVICE_LINK.match(variable):
             continue
-        name = variable.removeprefix(PREFIX).lower()
+        written = variable.removeprefix(PREFIX).lower()
+        name = SPELLINGS.get(written, written)
+        if name in found:
+            raise UsageError(f"{variable}={value} and another variable both set {name}: keep one of them")
         if name == "port" and value.startswith("tcp://"):  # another variable of a Kubernetes Service
             continue
         if name not in known:
@@ -136,6 +148,8 @@ def _file_entry(path: Path, key: str, value: object, told: Told) -> list[tuple[s
     known, name = setting_names(), key.replace("-", "_")
     if name in known:
         return [(name, value)]
+    if name == "spec" and isinstance(value, dict):
+        return [entry for part, inner in value.items() for entry in _file_entry(path, f"spec.{part}", inner, told)]
     flag = "--" + key.replace("_", "-")
     if flag in ALIASES and not ALIASES[flag].takes_value and value is not True:
         raise UsageError(f"{path}: {key} is a switch of another engine and can only be true; "

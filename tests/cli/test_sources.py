@@ -77,6 +77,27 @@ def test_speculative_config():
             translate_tokens(["--speculative-config", bad], Told([], []))
 
 
+def test_speculation_has_a_short_spelling(tmp_path: Path):
+    """As a flag, a variable, and a key of the file, plain and nested."""
+    told = Told([], [])
+    assert translate_tokens(["--spec", "dflash", "--spec.tokens=5"], told) == ["--speculation", "dflash",
+                                                                             "--speculation-tokens", "5"]
+    assert translate_tokens(["--spec.method", "ngram"], told) == ["--speculation", "ngram"]
+    assert read_variables({"STRETTO_SPEC": "dspark", "STRETTO_SPEC_TOKENS": "3"}, told) == {
+        "speculation": "dspark", "speculation_tokens": "3"}
+    assert read_variables({"STRETTO_SPEC_METHOD": "ngram"}, told) == {"speculation": "ngram"}
+    with pytest.raises(UsageError, match="both set speculation"):
+        read_variables({"STRETTO_SPEC": "ngram", "STRETTO_SPECULATION": "dspark"}, told)
+    for text in ("spec: dflash\nspec.tokens: 4\n", "spec:\n  method: dflash\n  tokens: 4\n"):
+        (tmp_path / "c.yaml").write_text(text)
+        assert {k: str(v) for k, v in read_file(tmp_path / "c.yaml", told).items()} == {
+            "speculation": "dflash", "speculation_tokens": "4"}
+    (tmp_path / "c.yaml").write_text("spec:\n  metod: dflash\n")
+    with pytest.raises(UsageError, match=r"spec\.metod"):
+        read_file(tmp_path / "c.yaml", told)
+    assert told.void == []
+
+
 def test_every_alias_leads_to_a_setting():
     for theirs, alias in ALIASES.items():
         negated = {f"--no-{flag[2:]}" for flag in KNOWN_FLAGS}
