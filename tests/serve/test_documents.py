@@ -46,7 +46,7 @@ async def test_client_programs_work(document: str, program: str, capsys: pytest.
 
 
 async def test_every_route_is_documented():
-    text = (DOCS / "api.md").read_text() + (DOCS / "operations.md").read_text()
+    text = "".join((DOCS / f"{name}.md").read_text() for name in ("api", "operations", "adapters"))
     async with make_api(CoreOptions()) as api:
         paths = (await api.http.get("/openapi.json")).json()["paths"]
     others = ("/get_", "/v1/sessions", "/open_session", "/close_session")  # older names; a document of their own
