@@ -62,7 +62,8 @@ class Layout:
 
 
 def read_layout(repo: DraftRepo, target: Target, section: str, from_anchor: bool) -> Layout:
-    """`section`: the key under which options may be nested. Raises DrafterError."""
+    """`section`: the key under which options may be nested. `from_anchor`: what holds where a config does not say so,
+    but for the layout of speculators. Raises DrafterError."""
     check_made_for(repo, target)
     raw = repo.raw
     nested = raw.get("transformer_layer_config")
@@ -84,6 +85,7 @@ def read_layout(repo: DraftRepo, target: Target, section: str, from_anchor: bool
         raise DrafterError(f"{repo.name}: mask_token_id is {mask!r}; it must be an id of the target's"
                            f" 0..{target.vocab_size - 1}")
     size = int(option("block_size", 0) or 0)
+    from_anchor = bool(raw.get("sample_from_anchor", from_anchor and nested is None))  # speculators: no, if not said
     if size < (1 if from_anchor else 2):
         raise DrafterError(f"{repo.name}: block_size is {option('block_size')!r}; the config must give a block's size")
     check_equal("hidden size", repo, config.hidden_size, target, target.hidden_size)
@@ -92,7 +94,7 @@ def read_layout(repo: DraftRepo, target: Target, section: str, from_anchor: bool
     return Layout(
         config=replace(config, windows=_windows(repo, layer_raw, config.n_layers)),
         taps=tap_names(repo, list(layers), target), size=size, mask_id=mask,
-        from_anchor=bool(raw.get("sample_from_anchor", from_anchor)),
+        from_anchor=from_anchor,
         causal=_causal(repo, raw, layer_raw, config.n_layers),
         draft_vocab=raw.get("draft_vocab_size"), multiplier=float(option("output_multiplier", 1.0)),
         softcap=float(option("final_logit_softcapping") or 0.0),

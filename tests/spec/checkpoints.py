@@ -219,12 +219,13 @@ def markov(g: torch.Generator, head: str, rank: int, draft_vocab: int) -> Tensor
     return tensors
 
 
-def dspark_speculators(folder: Path) -> tuple[Path, Tensors]:
+def dspark_speculators(folder: Path, **said: Any) -> tuple[Path, Tensors]:
+    """`said`: sample_from_anchor, or nothing of it."""
     g = torch.Generator().manual_seed(9)
     tensors = block_tensors(g, 1, 2) | {"lm_head.weight": draw(g, 70, HIDDEN), "d2t": reduced(g, 70)}
     tensors |= markov(g, "gated", 10, 70)
     path = speculators("dspark", folder, tensors, {"model_type": "qwen3", "layer_types": ["full_attention"]},
                        draft_vocab_size=70, block_size=4, aux_hidden_state_layer_ids=[3, 6], mask_token_id=296,
                        markov_rank=10, markov_head_type="gated", enable_confidence_head=True,
-                       confidence_head_with_markov=True, sample_from_anchor=True)
+                       confidence_head_with_markov=True, **said)
     return path, tensors

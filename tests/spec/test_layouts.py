@@ -210,11 +210,13 @@ def test_dspark(tiny, setup, tmp_path, head: str) -> None:
     check(record(tiny, f"dspark:{path}", setup), expected)
 
 
-def test_dspark_speculators(tiny, setup, tmp_path) -> None:
-    path, t = made.dspark_speculators(tmp_path / "draft")
+@pytest.mark.parametrize("said", [{"sample_from_anchor": True}, {}], ids=["anchor", "unsaid"])
+def test_dspark_speculators(tiny, setup, tmp_path, said: dict) -> None:
+    """The first place of the block speaks of the next id where the config says so; in this layout no is the default."""
+    path, t = made.dspark_speculators(tmp_path / "draft", **said)
 
     def expected(log, drafts):
-        h = of_block(tiny, t, log, 4, 296, [2, 5], [None])
+        h = of_block(tiny, t, log, 4, 296, [2, 5], [None])[0 if said else 1 :]
         _, bias = reference.markov_bias(t, "gated", torch.zeros(10), [log[-1], *drafts][-1], h[len(drafts)])
         return reference.spread(t, t["lm_head.weight"] @ h[len(drafts)] + bias, made.VOCAB)
     check(record(tiny, str(path), setup), expected)
