@@ -6,6 +6,7 @@ This process never loads torch: its address answers at once, and says what the s
 from __future__ import annotations
 
 import logging
+import os
 import time
 
 import psutil
@@ -59,9 +60,15 @@ def serve(server: ServerOptions = SERVER) -> int:
 
 def _check_traces(config: Config) -> None:
     endpoint = config.serve.otlp_traces_endpoint
-    if endpoint is not None and not tracing.available():
+    if endpoint is None:
+        return
+    if not tracing.available():
         raise ConfigError([Refusal(f"--otlp-traces-endpoint {endpoint}", "this installation",
                                    "it has no OpenTelemetry exporter", tracing.PACKAGES)])
+    for name in tracing.PROTOCOL_VARIABLES:
+        if (protocol := os.environ.get(name, tracing.PROTOCOL)) != tracing.PROTOCOL:
+            raise ConfigError([Refusal(f"--otlp-traces-endpoint {endpoint}", f"{name}={protocol}",
+                                       f"traces are sent by {tracing.PROTOCOL}", "unset the variable")])
 
 
 def serve_settings(config: Config) -> ServeSettings:

@@ -158,11 +158,17 @@ class _Server:
     async def run(self, sock: socket.socket) -> int:
         settings = self.settings
         self.stops.listen()
-        server = _Uvicorn(uvicorn.Config(
+        config = uvicorn.Config(
             self.gate, http="httptools", ws="none", lifespan="off", log_level=settings.log_level, server_header=False,
             access_log=settings.access_log, timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(LAST_ANSWERS_SECONDS), log_config=None, ssl_certfile=settings.ssl_certfile,
-            ssl_keyfile=settings.ssl_keyfile))
+            ssl_keyfile=settings.ssl_keyfile)
+        try:
+            config.load()  # now rather than in the task: there nobody would hear of it
+        except OSError as e:
+            pair = f"certificate {settings.ssl_certfile} and key {settings.ssl_keyfile}"
+            raise OSError(f"{pair} cannot be used: {e}") from e
+        server = _Uvicorn(config)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         try:
             return await self._run_engine(url_of(sock, settings.ssl_certfile is not None))

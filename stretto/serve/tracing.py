@@ -24,6 +24,8 @@ from stretto.serve.schemas import ChatRequest, GenerationBody
 
 NANO = 10**9
 PACKAGES = "pip install 'stretto[otel]'"
+PROTOCOL = "http/protobuf"
+PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")  # that ask for one
 PARENT_HEADERS = ("traceparent", "tracestate", "baggage")
 
 

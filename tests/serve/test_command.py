@@ -79,6 +79,22 @@ def test_impossible_values_are_refused_before_anybody_can_call(arguments: tuple[
     assert process.returncode == 3 and word in said and "refused:" in said
 
 
+def test_a_certificate_that_cannot_be_used_ends_the_start(tmp_path: Path):
+    (tmp_path / "key.pem").write_text("no key")
+    process = serve(str(tmp_path), "--port", "0", "--ssl-certfile", str(tmp_path / "none.pem"), "--ssl-keyfile",
+                    str(tmp_path / "key.pem"))
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "none.pem and key" in said and "cannot be used" in said, said
+    assert "Traceback" not in said
+
+
+def test_traces_by_another_protocol_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    process = serve(str(tmp_path), "--otlp-traces-endpoint", "http://localhost:4318/v1/traces")
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 3 and "OTEL_EXPORTER_OTLP_PROTOCOL=grpc" in said and "http/protobuf" in said
+
+
 @pytest.mark.skipif(not STORIES.exists(), reason="shared/data/models/stories260k is absent")
 def test_refusals_come_home_from_the_engines_process():
     process = serve(str(STORIES), "--port", "0", "--speculation", "nonsense")
