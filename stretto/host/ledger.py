@@ -55,6 +55,7 @@ class Lease:
     flight: deque[tuple[int, int]] = field(default_factory=deque)  # (seq, q_cap) of steps without a result yet
     flying: int = 0  # sum of the caps in flight
     away: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of pages that only the host has: `fetch`
+    tail: Node | None = None  # the end of it, of which `fetch` makes a page of its own
     arrives: int = -1  # its pages may be read once the copies of this plan are done
 
     @property
@@ -197,6 +198,11 @@ class Ledger:
             return 0
         return max(0, query - max(window, 2) + 1) // self.page_size  # 2: the seam of a page edge stays in reach
 
+    def _hit_start(self, group: int, lo: int) -> int:
+        """The first page that a sequence reads which goes on from `lo` cells. Inside a page it has no taps of its last
+        cell and feeds that again (see `seam`)."""
+        return self._window_start(group, lo - 1 if lo % self.page_size else lo)
+
     # ------------------------------------------------------------------------------------------------------ verbs
     def adopt(self, tokens: Sequence[int], most: int, top: int, salt: str = "", home: Node | None = None,
               restore: bool = True) -> Lease:
@@ -204,41 +210,50 @@ class Ledger:
 
         In window groups the pages that a query at the hit's end reads must still be held. Pages that only the host has
         are `away` until `fetch`; they are asked for, unless `restore` is false, where that is faster than computing
-        their tokens. `home`: where the sequence's own pages are (see `give_up`), of ledgers that share none."""
+        their tokens. So is the `tail` of a sequence that gave its pages up. `home`: where the sequence's own pages are
+        (see `give_up`), of ledgers that share none."""
         root = home or (self.tree.root(salt) if self.prefix_cache else self.tree.private_root())
         path = self.tree.match(root, tokens, most) if self.prefix_cache or home is not None else []
+        if path and not restore and self.tree.tokens_of(path) % self.page_size:
+            path.pop()
         here = self._longest(path, lambda node, g: node.pages[g] != NULL_PAGE)
         if restore and self.tier is not None and len(here) < len(path):
             there = self._longest(path, lambda node, g: node.pages[g] != NULL_PAGE or node.saved[g] != NULL_PAGE)
-            if len(there) > len(here) and self._restoring_pays(there, (len(there) - len(here)) * self.page_size):
+            gain = self.tree.tokens_of(there) - self.tree.tokens_of(here)
+            if gain > 0 and self._restoring_pays(there, gain):
                 here = there
-        lo = len(here) * self.page_size
+        lo = self.tree.tokens_of(here)
         self.hit_tokens += lo
         self.tree.found(here)
+        tail = here.pop() if lo % self.page_size else None
         lease = self._lease_on(root, here, lo, lo, top)
+        if tail is not None:
+            self._hold_tail(lease, tail)
         if home is not None:
             self.tree.unrefer(home)  # the lease refers to it now
         return lease
 
     def _longest(self, path: list[Node], has: Callable[[Node, int], bool]) -> list[Node]:
-        """The longest part of a path that a query at its end can read: `has` says which pages are there."""
+        """The longest part of a path that a query at its end can read: `has` says which pages are there. A tail needs
+        its page of every group."""
         full = [g for g in self._groups if self.windows[g] is None]
         n = next((i for i, node in enumerate(path) if not all(has(node, g) for g in full)), len(path))
         windows = [g for g in self._groups if self.windows[g] is not None]
         while n and not all(has(node, g) for g in windows
-                            for node in path[self._window_start(g, n * self.page_size) : n]):
+                            for node in path[self._hit_start(g, self.tree.tokens_of(path[:n])) : n]):
             n -= 1
         return path[:n]
 
     def _restoring_pays(self, path: list[Node], tokens: int) -> bool:
         assert self.tier is not None
-        end = len(path) * self.page_size
-        missing = [sum(node.pages[g] == NULL_PAGE for node in path[self._window_start(g, end) :]) for g in self._groups]
+        end = self.tree.tokens_of(path)
+        missing = [sum(node.pages[g] == NULL_PAGE for node in path[self._hit_start(g, end) :]) for g in self._groups]
         return self.tier.pays(missing, tokens)
 
     def _lease_on(self, root: Node, path: list[Node], lo: int, draft_lo: int, top: int) -> Lease:
         """References and pins on shared pages, from the window's start on in window groups."""
-        first = [min(self._window_start(g, lo), len(path)) for g in self._groups]
+        start = self._hit_start if draft_lo == lo else self._window_start
+        first = [min(start(g, lo), len(path)) for g in self._groups]
         for node in (root, *path):
             self.tree.refer(node)
         for g in self._groups:
@@ -252,33 +267,90 @@ class Ledger:
             lease.arrives = max((self._fence_of(g, page) for g in self._groups for page in pages[g]), default=-1)
         return lease
 
+    def _hold_tail(self, lease: Lease, tail: Node) -> None:
+        """Until `fetch` or `drop` the tail stays as it is."""
+        lease.tail = tail
+        self.tree.refer(tail)
+        for g in self._groups:
+            if tail.pages[g] != NULL_PAGE:
+                self.tree.pin(tail, g)
+
+    def _let_tail_go(self, lease: Lease, used: bool) -> None:
+        """`used`: its sequence has a page of its own now, and will leave another tail."""
+        tail, lease.tail = lease.tail, None
+        if tail is None:
+            return
+        if used:
+            self.tree.supersede(tail)
+        for g in self._groups:
+            if tail.pages[g] != NULL_PAGE:
+                self.tree.unpin(tail, g)
+        self.tree.unrefer(tail)
+
     def fetch(self, lease: Lease) -> bool:
         """Brings back what is away. False, with nothing taken, where pages are short: then `adopt` without `restore`.
 
         What comes back is shared from the start; whoever reads it waits until it has `arrived`."""
-        tier, nodes = self.tier, {lease.nodes[i] for _, i in lease.away}
-        if tier is None or any(lease.nodes[i].saved[g] == NULL_PAGE for g, i in lease.away):  # forgotten meanwhile
-            return not lease.away
-        with tier.needs(nodes):
-            return self._fetch(lease)
+        tail = lease.tail
+        if not lease.away and tail is None:
+            return True
+        needed = [(lease.nodes[i], g) for g, i in lease.away]
+        if tail is not None:
+            needed += [(tail, g) for g in self._groups if tail.pages[g] == NULL_PAGE]
+        if self.tier is None or any(node.saved[g] == NULL_PAGE for node, g in needed):  # forgotten meanwhile
+            return False
+        with self.tier.needs(node for node, _ in needed):
+            return self._fetch(lease) and self._fetch_tail(lease)
 
     def _fetch(self, lease: Lease) -> bool:
         taken: list[list[int]] = []
         for g in self._groups:
-            n = sum(group == g for group, _ in lease.away)
-            if not self._free_up(g, n):
+            got = self._take_unfenced(g, sum(group == g for group, _ in lease.away))
+            if got is None:
                 for group, pages in enumerate(taken):
                     self._return_unwritten(group, pages)
                 return False
-            # those freed last: copies are made in order, so nobody waits for those that touch these pages
-            taken.append([self.free[g].pop() for _ in range(n)])
-            for page in taken[g]:
-                self._is_free[g][page] = 0
-            self.leased[g] += n
+            taken.append(got)
         for g, i in lease.away:
             self._come_back(lease, g, i, taken[g].pop())
         lease.away = []
         return True
+
+    def _fetch_tail(self, lease: Lease) -> bool:
+        """A page of its own for the end of the lease, in every group: a copy of the tail's, which others may want."""
+        tail, taken = lease.tail, list[int]()
+        if tail is None:
+            return True
+        for g in self._groups:
+            pages = self._take(g, 1) if tail.pages[g] != NULL_PAGE else self._take_unfenced(g, 1)
+            if pages is None:
+                for group, page in enumerate(taken):
+                    self._return_unwritten(group, [page])
+                return False
+            taken += pages
+        for g, page in enumerate(taken):
+            if tail.pages[g] != NULL_PAGE:
+                self._ops.fence(self._fence_of(g, tail.pages[g]))
+                self._ops.copy(g, tail.pages[g], page)
+            else:
+                assert self.tier is not None
+                self.tier.restore(tail, g, page)
+                self._fence(g, page)
+                lease.arrives = self._ops.next_seq
+            lease.pages[g].append(page)
+        self._let_tail_go(lease, used=True)
+        return True
+
+    def _take_unfenced(self, group: int, n: int) -> list[int] | None:
+        """Pages that the next plan copies to. Those freed last: copies are made in order, so nobody waits for those
+        that touch these pages."""
+        if not self._free_up(group, n):
+            return None
+        pages = [self.free[group].pop() for _ in range(n)]
+        for page in pages:
+            self._is_free[group][page] = 0
+        self.leased[group] += n
+        return pages
 
     def _come_back(self, lease: Lease, group: int, index: int, page: int) -> None:
         assert self.tier is not None
@@ -529,6 +601,7 @@ class Ledger:
         lease.flying = 0
         if useful is not None:
             self._supersede(lease, -(-useful // self.page_size))
+        self._let_tail_go(lease, used=False)
         self._cut(lease, 0)
         for node in reversed(lease.nodes):
             self.tree.unrefer(node)
@@ -536,16 +609,34 @@ class Ledger:
         self._leave(lease.root)
 
     def give_up(self, lease: Lease, tokens: Sequence[int], useful: int | None = None) -> Node | None:
-        """As `publish` and `drop`, of a sequence that will go on: full pages stay findable as long as there is room.
-        Returns the `home` that it must adopt from, or `forget`; None where the shared tree is that."""
-        if self.prefix_cache or self.tier is None:
+        """As `publish` and `drop`, of a sequence that will go on: its pages stay findable as long as there is room,
+        with a host tier its last cells too. Returns the `home` that it must adopt from, or `forget`; None where the
+        shared tree is that."""
+        if self.tier is None:
             self.publish(lease, tokens)
             self.drop(lease, useful)
             return None
-        home = self.join(lease.root)
+        home = None if self.prefix_cache else self.join(lease.root)
         self._share(lease, tokens)
+        self._share_tail(lease, tokens)
         self.drop(lease, useful)
         return home
+
+    def _share_tail(self, lease: Lease, tokens: Sequence[int]) -> None:
+        """The cells above the last full page, of a lease that is about to be dropped. Steps in flight write only cells
+        above them."""
+        n, rest = divmod(lease.lo, self.page_size)
+        if not rest or len(lease.nodes) != n or len(lease.pages[0]) <= n or lease.lo > len(tokens):
+            return
+        tail = self.tree.child(lease.nodes[-1] if n else lease.root, tuple(tokens[n * self.page_size : lease.lo]))
+        if any(tail.pages):
+            return
+        self.tree.revive(tail)
+        self.tree.refer(tail)
+        lease.nodes.append(tail)
+        for g in self._groups:
+            self.tree.put(tail, g, lease.pages[g][n])
+            self.leased[g] -= 1
 
     def join(self, home: Node) -> Node:
         """One more sequence finds its pages there."""

@@ -3,6 +3,9 @@
 Called by the ledger only. A lease refers to every node of its path (`refs`), and pins the page of each group that it
 still reads (`pins`): a window page that a lease has slid past is free to go while the full page stays.
 
+A *tail* is a leaf of less than a page: the end of a sequence that gave its pages up and will go on. Its page is never
+shared: whoever goes on from it gets a copy.
+
 A node may also have copies of its pages in host memory (`saved`, written by host/tier.py alone), which stay when its
 pages on the device go:
 
@@ -18,6 +21,7 @@ goes. States that nobody will continue (a rewound turn, a replaced history) go b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -39,7 +43,7 @@ class Node:
     """One page of tokens below its parent. The key of a root is its salt; a root's parent is None."""
 
     __slots__ = ("children", "depth", "hits", "key", "kids", "pages", "parent", "pins", "refs", "saved", "saved_kids",
-                 "serial", "stamps", "used")
+                 "serial", "stamps", "tails", "used")
 
     def __init__(self, key: object, parent: Node | None, n_groups: int, serial: int):
         self.key, self.parent, self.serial = key, parent, serial
@@ -54,6 +58,7 @@ class Node:
         self.stamps: list[Rank] = [(0.0, 0)] * n_groups  # when the last pin of each group went
         self.saved = [NULL_PAGE] * n_groups  # host pages that hold the same
         self.saved_kids = 0  # children with a host page
+        self.tails: dict[int, int] = {}  # children that are less than a page: how many of each length
 
 
 Entry = tuple[Rank, int, Node]  # (rank, serial, node)
@@ -90,7 +95,7 @@ class PrefixTree:
         return root
 
     def match(self, root: Node, tokens: Sequence[int], most: int) -> list[Node]:
-        """Nodes of the longest known prefix of whole pages, `most` tokens at most."""
+        """Nodes of the longest known prefix of whole pages, `most` tokens at most, and the tail that continues it."""
         size, node, path = self.page_size, root, []
         for i in range(most // size):
             child = node.children.get(tuple(tokens[i * size : (i + 1) * size]))
@@ -98,6 +103,10 @@ class PrefixTree:
                 break
             path.append(child)
             node = child
+        at = len(path) * size
+        for n in sorted(node.tails, reverse=True):
+            if at + n <= most and (tail := node.children.get(tuple(tokens[at : at + n]))) is not None:
+                return [*path, tail]
         return path
 
     def child(self, parent: Node, key: tuple[int, ...]) -> Node:
@@ -105,7 +114,13 @@ class PrefixTree:
         found = parent.children.get(key)
         if found is None:
             found = parent.children[key] = self._new_node(key, parent)
+            if len(key) < self.page_size:
+                parent.tails[len(key)] = parent.tails.get(len(key), 0) + 1
         return found
+
+    def tokens_of(self, path: Sequence[Node]) -> int:
+        """Tokens of a path, which may end with a tail."""
+        return (len(path) - 1) * self.page_size + len(path[-1].key) if path else 0  # type: ignore[arg-type]
 
     def _new_node(self, key: object, parent: Node | None) -> Node:
         return Node(key, parent, len(self.windows), next(self._serials))
@@ -167,6 +182,10 @@ class PrefixTree:
         for node in path:
             node.hits = min(max(node.hits, 0) + 1, MOST_HITS)
 
+    def revive(self, node: Node) -> None:
+        """Somebody may continue this state after all."""
+        node.hits = max(node.hits, 0)
+
     def supersede(self, node: Node) -> None:
         """The one lease that leads through this node leaves a state that will not be continued."""
         if node.refs == 1:
@@ -187,9 +206,18 @@ class PrefixTree:
                 return
             if node.children or any(node.saved):
                 return
-            del parent.children[node.key]  # type: ignore[arg-type]  # only a root's key is no tuple
-            node.parent = None
+            self._detach(node, parent)
             node = parent
+
+    def _detach(self, node: Node, parent: Node) -> None:
+        key = node.key
+        assert isinstance(key, tuple)  # only a root's is none
+        del parent.children[key]
+        node.parent = None
+        if len(key) < self.page_size:
+            parent.tails[len(key)] -= 1
+            if not parent.tails[len(key)]:
+                del parent.tails[len(key)]
 
     # --------------------------------------------------------------------------------------------------- eviction
     def evict(self, group: int) -> tuple[Node, Evicted] | None:
@@ -281,3 +309,5 @@ class PrefixTree:
             if node.refs == 0 and any(node.pages) and not kids:
                 need(node.serial in leaves, "an unused leaf is lost")
             need(node.refs or node.children or any(node.pages) or any(node.saved), "a node without anything stays")
+            tails = Counter(len(key) for key in node.children if len(key) < self.page_size)
+            need(node.tails == tails, "a node counts other tails than it has")

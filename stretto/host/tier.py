@@ -67,7 +67,7 @@ class HostTier:
         self.cached[group] += 1
         self._ops.save(group, page, host_page)
         self._count(0, group)
-        self.saved_tokens += self.page_size if group == 0 else 0
+        self.saved_tokens += len(node.key) if group == 0 else 0  # type: ignore[arg-type]
         if self.windows[group] is not None:
             self._push(self._window_pages[group], node.stamps[group], node)
         return True
@@ -85,7 +85,7 @@ class HostTier:
         """The node's copy comes back to a page of the device, which is fenced until then."""
         need(node.saved[group] != NULL_PAGE, "a page is restored that was never saved")
         self._ops.restore(group, node.saved[group], page)
-        self.restored_tokens += self.page_size if group == 0 else 0
+        self.restored_tokens += len(node.key) if group == 0 else 0  # type: ignore[arg-type]
         self._count(1, group)
 
     def _count(self, kind: int, group: int) -> None:
@@ -170,7 +170,7 @@ class HostTier:
         self.free[group].append(node.saved[group])
         self.cached[group] -= 1
         node.saved[group] = NULL_PAGE
-        self.forgotten_tokens += self.page_size if group == 0 else 0
+        self.forgotten_tokens += len(node.key) if group == 0 else 0  # type: ignore[arg-type]
         if node.parent is not None and not any(node.saved):
             node.parent.saved_kids -= 1
             if any(node.parent.saved):

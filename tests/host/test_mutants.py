@@ -432,6 +432,24 @@ def a_forgotten_copy_is_still_used(m: Patch) -> None:
     wrapped(m, HostTier, "_forget_page", forget)
 
 
+def the_end_of_a_sequence_is_not_copied(m: Patch) -> None:
+    """Whoever goes on from a tail gets a page of his own, and nothing in it."""
+    m.setattr(HostTier, "restore", lambda self, node, group, page: None)
+    m.setattr(Ops, "copy", lambda self, group, source, target: None)
+
+
+def a_tail_needs_no_earlier_window(m: Patch) -> None:
+    """Its last cell is fed again, and reads one cell further back."""
+    m.setattr(Ledger, "_hit_start", lambda self, group, lo: self._window_start(group, lo))
+
+
+def a_tail_that_ends_above_what_is_proved(m: Patch) -> None:
+    def share_tail(f, self, lease, tokens):
+        with changed(lease, lo=min(len(tokens), lease.lo + 3)):
+            f(self, lease, tokens)
+    wrapped(m, Ledger, "_share_tail", share_tail)
+
+
 def homes_are_not_left(m: Patch) -> None:
     """Pages of a sequence that shares none stay for ever when it is aborted."""
     m.setattr(Ledger, "forget", lambda self, home: None)
@@ -697,11 +715,15 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None] | type[FakeDevice], dict]] = {
     "step_does_not_wait_for_what_it_reads": (step_does_not_wait_for_what_it_reads, dict(
         TIER, room=1.3, most_waiting=1, poison=False, budget=8, device=CopiesWhenAwaited)),
     "pages_taken_before_they_are_saved": (pages_taken_before_they_are_saved, TIER),
-    "a_page_that_comes_back_is_not_fenced": (a_page_that_comes_back_is_not_fenced, SLOW),
+    "a_page_that_comes_back_is_not_fenced": (a_page_that_comes_back_is_not_fenced, dict(SLOW, poison=False)),
     "copies_count_as_done_too_early": (copies_count_as_done_too_early, SLOW),
     "another_pages_copy_comes_back": (another_pages_copy_comes_back, TIER),
     "a_host_page_with_two_owners": (a_host_page_with_two_owners, dict(TIER, host_room=0.3)),
     "a_forgotten_copy_is_still_used": (a_forgotten_copy_is_still_used, dict(TIER, host_room=0.3)),
+    "the_end_of_a_sequence_is_not_copied": (the_end_of_a_sequence_is_not_copied, TIER),
+    "a_tail_needs_no_earlier_window": (a_tail_needs_no_earlier_window, dict(
+        TIER, windows=(None, 5, 16), room=1.3, session_share=0.3)),
+    "a_tail_that_ends_above_what_is_proved": (a_tail_that_ends_above_what_is_proved, dict(TIER, page_size=8)),
     "homes_are_not_left": (homes_are_not_left, dict(TIER, prefix_cache=False)),
     "seam_not_restored": (SeamNotRestored, TIER | EAGLE),
     "draft_cells_stay": (DraftCellsStay, TIER | EAGLE),

@@ -12,7 +12,7 @@ from stretto.host.ledger import Lease, Ledger
 from stretto.host.limits import HostLimits
 from stretto.host.ops import Ops
 from stretto.host.rates import TRY_AGAIN, Line, Rates
-from stretto.wire import NULL_PAGE, Moved, PageOp
+from stretto.wire import NULL_PAGE, Moved, PageOp, Seam
 from tests.host.harness import Harness, World, plain_world
 from tests.host.steps import answer_of, ended, opened, prompt_of, session_turn, submit
 
@@ -245,6 +245,37 @@ def test_without_a_shared_tree_a_sequence_finds_its_own_pages():
     ledger.forget(home)
     ledger.audit([])
     assert ledger.tier.cached == [0] and len(ledger.free[0]) == 8 and not ledger.tree._roots
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_the_end_of_a_sequence_that_gives_way_is_found_too(windows, on_host: bool):
+    """18 cells: four pages and a half. Whoever goes on has a page of his own for the half."""
+    n = len(windows)
+    ledger = ledger_of((12,) * n, (24,) * n, windows)
+    lease = fed(ledger, text(0, 18))
+    ledger.slide(lease)
+    ledger.give_up(lease, text(0, 18))
+    if on_host:
+        run_through(ledger, text(100, 48))
+    ledger._ops.take(0, 0, [])
+    assert found(ledger, [*text(0, 18), 77])[0] == 18 and found(ledger, [*text(0, 17), 77])[0] == 16
+    first, second = (ledger.adopt([*text(0, 18), 77], 18, 150) for _ in range(2))
+    for lease in (first, second):
+        assert lease.lo == 18 and ledger.fetch(lease) and len(lease.pages[0]) == 5 and len(lease.nodes) == 4
+    assert first.pages[0][:4] == second.pages[0][:4] and first.pages[0][4] != second.pages[0][4]
+    kinds = [op[0] for op in page_ops(ledger, 1)]
+    assert kinds.count(PageOp.RESTORE if on_host else PageOp.COPY) >= 2 * n
+    assert ledger.seam(first) == Seam.UNKNOWN and (first.lo, first.draft_lo) == (17, 18)
+    for lease in (first, second):
+        ledger.drop(lease)
+    ledger.audit([])
+    taken = ledger._take(0, 12)
+    assert taken is not None and ledger.tier is not None
+    ledger._return_unwritten(0, taken)
+    ledger.flush()
+    ledger.audit([])
+    assert not ledger.tree._roots
 
 
 def test_a_flush_forgets_the_copies_too():
