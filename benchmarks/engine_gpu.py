@@ -50,8 +50,8 @@ SHAPES = {"llama-8b": LLAMA,
 class RandomSource:
     """A WeightSource of random tensors, never zeros: zeros draw less power and run faster."""
 
-    def __init__(self, config: ModelConfig, tied: bool):
-        c, self._shapes = config, {}
+    def __init__(self, config: ModelConfig, tied: bool, device: str = "cuda"):
+        c, self._shapes, self._device = config, {}, device
         q, kv, h, f = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
         per_layer = {"self_attn.q_proj": (q, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
                      "self_attn.o_proj": (h, q), "mlp.gate_proj": (f, h), "mlp.up_proj": (f, h),
@@ -73,8 +73,8 @@ class RandomSource:
     def tensor(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.ones(shape, device="cuda", dtype=torch.bfloat16)
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[1] ** -0.5
+            return torch.ones(shape, device=self._device, dtype=torch.bfloat16)
+        return torch.randn(shape, device=self._device, dtype=torch.bfloat16) * shape[1] ** -0.5
 
 
 def read_rate() -> float:
