@@ -50,6 +50,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("grammar", "answers that a regular expression bound, and ended"),
     Feature("n > 1", "choices that were forked from one prompt"),
     Feature("streaming", "text that came in pieces and equals the text of all tokens"),
+    Feature("logit processor", "places where a processor of the server's changed which token is the likeliest"),
+    Feature("LoRA adapter", "answers of the adapter that the model itself would not give"),
     *(Feature(f"attention {name}", "the backend of the run", "attention") for name in ("torch", "triton")),
     *(Feature(name, "the type of weights, activations and KV cells", "dtype")
       for name in ("float32", "bfloat16", "float16")),

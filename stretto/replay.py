@@ -393,7 +393,7 @@ class Crowd:
         self._longest, self._most_new = max(2, longest // 3), max(2, longest // 5)
         self._shared = [self.rng.randrange(vocab_size) for _ in range(longest)]
         self._actions = {self.steps: 30, self.append: 16, self.tag: 6, self.plain: 4, self.follow: 4, self.abort: 8,
-                         self.burst: 6, self.fork: 3, self.rewind: 2, self.close: 2, self.flush: 1}
+                         self.burst: 12, self.fork: 3, self.rewind: 2, self.close: 2, self.flush: 1}
 
     def act(self) -> None:
         """One thing that some client does, or some steps of the engine."""

@@ -1,7 +1,8 @@
 """One run of the engine in which many features meet on the same requests, and what it proves.
 
     before      a plain request on the stem that the others share
-    f0 f1 f2    with everything that the cell asks of a request; f1 is retracted, f2 is aborted, where the cell says so
+    f0 f1 f2    with everything that the cell asks of a request; f1 is retracted, f2 is aborted, where the cell says so;
+                where there is host memory, all give way first, and their pages leave the device
     f3          the same, with a longer prompt that arrives in chunks while f0 answers
     turns       of sessions: f0..f3 are first turns; each is followed by a second one
     after       f0's prompt once more, without a session: finds what f0 computed
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from dataclasses import replace as replaced
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,17 +26,23 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from stretto.bench.tiny import write_tiny
+from stretto.engine.adapters import AdapterLoader
 from stretto.engine.core import EngineCore
+from stretto.host.adapters import Adapters
 from stretto.host.grammar import Grammars
+from stretto.logit_processors import RowProcessor
 from stretto.model.api import CausalModel
 from stretto.model.load import load_model
-from stretto.params import Grammar, SamplingParams
-from stretto.protocol import CloseSession, GetSession, Output, Request, SessionTurn
+from stretto.model.lora import AdapterBank
+from stretto.params import Grammar, ProcessorUse, SamplingParams
+from stretto.protocol import CloseSession, GetSession, LoadAdapter, Output, Request, SessionTurn
+from stretto.sample.custom import CustomProcessors, Registry
 from stretto.spec.context import Target
 from stretto.testing import Setup, make_engine, target_of
 from stretto.text.grammar import vocabulary
 from stretto.text.stream import IncrementalText
 from tests.engine.replay_oracle import TOLERANCE, Replay
+from tests.model.lora import ATTENTION, MLP, merged, save_adapter
 from tests.serve.fakes import EOS, ByteTokenizer
 
 VOCAB, CONTEXT, NEW, WINDOW, CHUNK = 300, 640, 24, 16, 8
@@ -52,17 +60,54 @@ class Lab:
     target: Target
     drafters: dict[str, str]
     reference: transformers.PreTrainedModel
+    bank: AdapterBank | None = None  # room for an adapter
+    adapter: Path | None = None  # its files
+    adapted: transformers.PreTrainedModel | None = None  # transformers' form with the adapter merged
 
 
-def make_lab(folder: Path, window: bool, dtype: str, device: str = "cpu") -> Lab:
+def make_lab(folder: Path, window: bool, dtype: str, device: str = "cpu", lora: bool = False) -> Lab:
     tiny = write_tiny(folder, WINDOW if window else None, VOCAB, CONTEXT)
-    model = load_model(tiny.path, dtype=getattr(torch, dtype), device=torch.device(device))
+    bank = AdapterBank(1, 4) if lora else None
+    model = load_model(tiny.path, dtype=getattr(torch, dtype), device=torch.device(device), adapters=bank)
     config = json.loads((tiny.path / "config.json").read_text()) | {"model_type": "qwen2"}
     made = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**config)).eval()
     tensors = load_file(tiny.path / "model.safetensors")
     kept = {name: t.to(getattr(torch, dtype)).float() for name, t in tensors.items() if "mtp_layers" not in name}
     made.load_state_dict(kept)
-    return Lab(model, target_of(model, tiny.path, "tiny"), tiny.drafters | {"suffix": "suffix"}, made)
+    lab = Lab(model, target_of(model, tiny.path, "tiny"), tiny.drafters | {"suffix": "suffix"}, made)
+    if bank is None:
+        return lab
+    adapter = save_adapter(folder / "adapter", made, (*ATTENTION, *MLP), size=0.1)
+    return replaced(lab, bank=bank, adapter=adapter, adapted=merged(made, adapter))
+
+
+def lab_keeper(make_folder: Callable[[str], Path], device: str = "cpu") -> Callable[[frozenset[str]], Lab]:
+    """The lab that a cell needs; each is made when first asked for."""
+    kept: dict[tuple[bool, str, bool], Lab] = {}
+
+    def get(features: frozenset[str]) -> Lab:
+        window, dtype = "window" in features, next(name for name in TOLERANCE if name in features)
+        key = window, dtype, "LoRA adapter" in features
+        if key not in kept:
+            kept[key] = make_lab(make_folder("tiny"), window, dtype, device, key[2])
+        return kept[key]
+    return get
+
+
+class Shy(RowProcessor):
+    """Odd ids are followed by even ones, and the other way round, where both are likely."""
+
+    def row(self, prompt_ids, output_ids, logits, params):
+        return shy(prompt_ids + output_ids, logits)
+
+
+def shy(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    changed = logits.clone()
+    changed[ids[-1] % 2 :: 2] -= 3.0
+    return changed
+
+
+REGISTRY = Registry({"shy": Shy})
 
 
 @dataclass
@@ -92,11 +137,15 @@ class MatrixRun:
         self.drafter = next((name.split()[-1] for name in features if name.startswith("drafter")), None)
         self.session = next((name.split()[-1] for name in features if name.startswith("session")), None)
         dtype = next(name for name in TOLERANCE if name in features)
-        self.replay = Replay(lab.reference, TOLERANCE[dtype])
+        self.lora = "LoRA adapter" if "LoRA adapter" in features else None
+        # of the requests that have the features, and of those beside them
+        self.replay = Replay(lab.adapted if self.lora else lab.reference, TOLERANCE[dtype])
+        self.beside = Replay(lab.reference, TOLERANCE[dtype])
         self.core = self._engine()
         self.asked: dict[str, Asked] = {}
         self.histories: dict[str, list[int]] = {}
         self.slid, self.most_pages, self.inherited, self.turns = 0, 0, 0, 0
+        self._equip()
         self._watch()
 
     def _engine(self) -> EngineCore:
@@ -104,10 +153,24 @@ class MatrixRun:
         attention = "triton" if "attention triton" in self.on else "torch"
         setup = Setup(width=4, page_size=self.page, pool_tokens=16 * max(self.page, 256), chunk=CHUNK, budget=64,
                       mixed="mixed chunk" in self.on, overlap="overlap" in self.on, slots=13, context=CONTEXT,
-                      prefix_cache="prefix cache" in self.on, attention=attention)
+                      prefix_cache="prefix cache" in self.on, attention=attention,
+                      host_tokens=16 * max(self.page, 256) if "host memory" in self.on else 0)
         return make_engine(self.lab.model, self.lab.drafters[self.drafter] if self.drafter else None, self.lab.target,
                            setup, Grammars(partial(vocabulary, tokenizer, VOCAB, [EOS]), VOCAB), frozenset({EOS}),
-                           partial(IncrementalText.for_request, tokenizer))
+                           partial(IncrementalText.for_request, tokenizer),
+                           check_processor=REGISTRY.check, **({"adapters": Adapters(1)} if self.lora else {}))
+
+    def _equip(self) -> None:
+        """What an engine is started with besides: room for adapters, processors of the server's."""
+        runner = self.core.device.runner  # type: ignore[attr-defined]
+        table = runner.table
+        if "logit processor" in self.on:
+            table.custom = CustomProcessors(len(table.log), table.device, REGISTRY, VOCAB)
+            self.core.info.logit_processors = sorted(REGISTRY.named)
+        if self.lora and self.lab.bank is not None:
+            runner.adapters = self.lab.bank
+            self.core.adapters = AdapterLoader(self.lab.bank, self.core.host, self.core.device)
+            self.core.manage(LoadAdapter(self.lora, str(self.lab.adapter)))
 
     def _watch(self) -> None:
         slide: Callable = self.core.host.ledger.slide
@@ -134,6 +197,8 @@ class MatrixRun:
             fields |= dict(grammar=WORD, max_tokens=2 * NEW)
         if "n > 1" in on:
             fields |= dict(n=2)
+        if "logit processor" in on:
+            fields |= dict(logit_processors=(ProcessorUse("shy"),))
         return SamplingParams(**fields | more)
 
     def submit(self, rid: str, tokens: list[int], sampling: SamplingParams, sid: str | None = None) -> None:
@@ -145,7 +210,7 @@ class MatrixRun:
         sent = tokens if self.session == "append" and sid else whole
         self.asked[rid] = Asked(whole, sampling)
         self.core.submit(Request(rid=rid, tokens=sent, sampling=sampling, session=order,
-                                 want_text="streaming" in self.on))
+                                 want_text="streaming" in self.on, adapter=None if rid == "before" else self.lora))
 
     def step(self) -> None:
         self.note(self.core.step())
@@ -173,6 +238,10 @@ class MatrixRun:
             self.submit(f"f{i}", [*stem, 20 + i, 7, 3, 60 + i], self.sampling(), self.sid(i))
         self.until(lambda: self.asked["f0"].answering)
         self.submit("f3", [*stem, *range(100, 140)], self.sampling(), self.sid(3))
+        if "host memory" in self.on:
+            for i in range(3):
+                self.retract(f"f{i}")
+            self.take_all_pages()
         if "retraction" in self.on:
             self.until(lambda: self.asked["f1"].answering)
             self.retract("f1")
@@ -182,6 +251,7 @@ class MatrixRun:
             self.note(self.core.abort("f2"))
         self.until(lambda: not self.core.has_work)
         if self.session:
+            self.take_all_pages()
             self.second_turns()
         self.submit("after", self.asked["f0"].prompt, replace(self.sampling(), prompt_logprobs=None))
         self.until(lambda: not self.core.has_work)
@@ -196,6 +266,14 @@ class MatrixRun:
         for turn in list(host.slots.running):
             if turn.job.request.rid == rid:
                 host.planner._retract(turn)
+
+    def take_all_pages(self) -> None:
+        """As for others that need them: sessions give up their pages, and what nobody reads leaves the device."""
+        host = self.core.host
+        if "host memory" in self.on:
+            host.sessions.reclaim_all()
+            while any([host.ledger._evict(group) for group, _ in enumerate(host.limits.pages)]):
+                pass
 
     def second_turns(self) -> None:
         for i in range(4):
@@ -240,8 +318,10 @@ class MatrixRun:
                 assert len(ids) == (NEW if bound else sampling.max_tokens)
             scores = None if sampling.logprobs is None else [s for o in outputs for s in o.logprobs or []]
             prompt_scores = [s for o in outputs for s in o.prompt_logprobs or []]
-            self.replay.check(asked.prompt, ids, sampling, choice, scores, prompt_scores or None,
-                              None if sampling.grammar is None else lambda place: LETTERS)
+            replay = self.beside if rid == "before" else self.replay
+            replay.check(asked.prompt, ids, sampling, choice, scores, prompt_scores or None,
+                         None if sampling.grammar is None else lambda place: LETTERS,
+                         shy if sampling.logit_processors else None)
             assert bool(prompt_scores) == (sampling.prompt_logprobs is not None and choice == 0), rid
 
     # -------------------------------------------------------------------------------------------------- what it proves
@@ -261,6 +341,15 @@ class MatrixRun:
         """Most pages held at a time, where every prompt needs several."""
         several = min(len(asked.prompt) for asked in self.focus) > self.page == self.core.host.limits.page_size
         return self.most_pages if several else 0
+
+    def tells_adapter_from_model(self) -> bool:
+        """Whether some answer of the adapter's is not what the model itself would say."""
+        try:
+            for asked in self.focus:
+                self.beside.check(asked.prompt, asked.ids(), asked.sampling)
+        except AssertionError:
+            return True
+        return False
 
     def pieces(self) -> int:
         """Pieces of text beyond the first of each choice; all of them must be the text of all tokens."""
@@ -286,6 +375,7 @@ EVIDENCE: dict[str, Callable[[MatrixRun], object]] = {
     "retraction": lambda run: min(run.usages("retractions"), len(run.asked["f1"].ids())),
     "abort": lambda run: len(run.asked["f2"].ids()) if run.asked["f2"].aborted else 0,
     "prefix cache": lambda run: run.asked["after"].outputs[0][-1].usage.cached_tokens,
+    "host memory": lambda run: min(run.counter("host_saved_tokens"), run.counter("host_restored_tokens")),
     "window": lambda run: run.slid if {None, WINDOW} <= set(run.core.host.limits.windows) else 0,
     # where prompts are scored, a tag turn feeds all of its prompt again
     "session: tag": lambda run: run.turns if "prompt logprobs" in run.on else run.inherited,
@@ -297,6 +387,8 @@ EVIDENCE: dict[str, Callable[[MatrixRun], object]] = {
     "grammar": lambda run: min(run.counter("masked_positions"), run.counter("grammar_ends")),
     "n > 1": lambda run: min(run.counter("forks"), sum(len(asked.ids(1)) for asked in run.focus)),
     "streaming": MatrixRun.pieces,
+    "logit processor": lambda run: run.replay.seen["processed"],
+    "LoRA adapter": lambda run: run.counter("steps") if run.tells_adapter_from_model() else 0,
     **{f"page size {size}": MatrixRun.pages for size in (1, 16, 64, 256)},
     **{f"drafter {name}": lambda run: run.usages("drafted_tokens") for name in DRAFTERS},
     "attention torch": lambda run: type(run.core.device.runner.backend).__name__ == "TorchRagged",

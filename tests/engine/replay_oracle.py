@@ -21,12 +21,14 @@ from stretto.sample.noise import gumbel, noise_keys
 # How far log-probabilities of the tiny model may lie from those of transformers. Seen: 2.5e-5, 0.056 and 0.43.
 TOLERANCE = {"float32": 2e-4, "float16": 0.12, "bfloat16": 0.8}
 Allowed = Callable[[int], Sequence[int]]  # ids that a grammar allows at a place of the answer
+Processor = Callable[[list[int], torch.Tensor], torch.Tensor]  # ids before a position, its logits [V] -> [V]
 
 
 @dataclass
 class Replay:
-    """`seen` counts, over all answers: ids, those that penalties changed, those that were drawn and are not the
-    likeliest, log-probabilities of answers and of prompts; `off` is the largest difference of a log-probability."""
+    """`seen` counts, over all answers: ids, places where penalties or a processor changed the likeliest one, ids that
+    were drawn and are not the likeliest, log-probabilities of answers and of prompts; `off` is the largest difference
+    of a log-probability."""
 
     reference: transformers.PreTrainedModel
     tolerance: float
@@ -42,18 +44,20 @@ class Replay:
 
     def check(self, prompt: list[int], answer: list[int], sampling: SamplingParams, choice: int = 0,
               scores: list[TokenLogprob] | None = None, prompt_scores: list[TokenLogprob] | None = None,
-              allowed: Allowed | None = None) -> None:
+              allowed: Allowed | None = None, processor: Processor | None = None) -> None:
         """Raises AssertionError where an id or a log-probability is not what it must be."""
         whole = prompt + answer
         logits = self.logits(whole)
         for place, chosen in enumerate(answer):
             at = len(prompt) + place
             raw = logits[at - 1]
-            values = penalised(raw, prompt, answer[:place], sampling)
+            values = plain = penalised(raw, prompt, answer[:place], sampling)
+            if processor is not None:
+                values = processor(whole[:at], values)
             if allowed is not None:
                 mask = torch.full_like(values, float("-inf"))
                 mask[list(allowed(place))] = 0
-                values, raw = values + mask, raw + mask
+                values, plain, raw = values + mask, plain + mask, raw + mask
             keys, noisy = values, sampling.temperature > 0
             if noisy:
                 keys = values / sampling.temperature + noise(sampling.seed or 0, choice, at, len(values))
@@ -62,7 +66,8 @@ class Replay:
                 f"id {chosen} at place {place} of {answer}; {int(keys.argmax())} is better by"
                 f" {float(keys.max() - keys[chosen]):.4f} (choice {choice})")
             self.seen["ids"] += 1
-            self.seen["penalised"] += int(raw.argmax()) != int(values.argmax())
+            self.seen["penalised"] += int(raw.argmax()) != int(plain.argmax())
+            self.seen["processed"] += int(plain.argmax()) != int(values.argmax())
             self.seen["drawn"] += noisy and chosen != int(values.argmax())
         if scores is not None:
             assert [s.token_id for s in scores] == answer

@@ -13,7 +13,7 @@ import pytest
 from stretto.matrix import FEATURES, REFUSALS
 from stretto.protocol import RequestError
 from tests.covering import Cell, pairwise
-from tests.engine.matrix_run import DRAFTERS, EVIDENCE, Lab, MatrixRun, make_lab
+from tests.engine.matrix_run import DRAFTERS, EVIDENCE, MatrixRun, lab_keeper
 from tests.proofs import ProofOf
 from tests.spec.suffix_trees import install
 
@@ -21,9 +21,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "page": tuple(f"page size {size}" for size in (1, 16, 64, 256)), "attention": ("attention torch",),
     "dtype": ("float32", "bfloat16", "float16"), "drafter": ("", *(f"drafter {name}" for name in DRAFTERS)),
     "session": ("", "session: tag", "session: append"),
-    **{name: ("", name) for name in ("mixed chunk", "overlap", "retraction", "abort", "prefix cache", "window",
-                                     "logprobs", "prompt logprobs", "penalties", "seed", "grammar", "n > 1",
-                                     "streaming")}}
+    **{name: ("", name) for name in ("mixed chunk", "overlap", "retraction", "abort", "prefix cache", "host memory",
+                                     "window", "logprobs", "prompt logprobs", "penalties", "seed", "grammar", "n > 1",
+                                     "streaming", "logit processor", "LoRA adapter")}}
 RANDOM = 120  # further cells of the whole product
 
 
@@ -51,15 +51,7 @@ def params(kind: str, cells: list[Cell], *marks: pytest.MarkDecorator) -> list:
 
 @pytest.fixture(scope="module")
 def labs(tmp_path_factory):
-    kept: dict[tuple[bool, str], Lab] = {}
-
-    def get(features: frozenset[str]) -> Lab:
-        dtype = next(name for name in OPTIONS["dtype"] if name in features)
-        key = "window" in features, dtype
-        if key not in kept:
-            kept[key] = make_lab(tmp_path_factory.mktemp("tiny"), *key)
-        return kept[key]
-    return get
+    return lab_keeper(tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("features", params("pairs", pairwise(OPTIONS, allowed=allowed)) + params(

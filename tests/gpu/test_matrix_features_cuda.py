@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.covering import pairwise
-from tests.engine.matrix_run import EVIDENCE, Lab, MatrixRun, make_lab
+from tests.engine.matrix_run import EVIDENCE, MatrixRun, lab_keeper
 from tests.engine.test_matrix import OPTIONS, allowed, params
 from tests.proofs import ProofOf
 from tests.spec.suffix_trees import install
@@ -16,14 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.fixture(scope="module")
 def labs(tmp_path_factory):
-    kept: dict[tuple[bool, str], Lab] = {}
-
-    def get(features: frozenset[str]) -> Lab:
-        key = "window" in features, next(name for name in OPTIONS["dtype"] if name in features)
-        if key not in kept:
-            kept[key] = make_lab(tmp_path_factory.mktemp("tiny"), *key, device="cuda")
-        return kept[key]
-    return get
+    return lab_keeper(tmp_path_factory.mktemp, "cuda")
 
 
 @pytest.mark.parametrize("features", params("pairs", pairwise(OPTIONS | {"attention": ("attention triton",)},
