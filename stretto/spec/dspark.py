@@ -64,8 +64,8 @@ class DSparkDrafter(BlockDrafter):
     def __init__(self, repo: DraftRepo, layout: Layout, context: DrafterContext):
         self.threshold = repo.number("confidence", 0.0)
         self.with_markov = bool(_option(repo, "confidence_head_with_markov", False))
-        said = "transformer_layer_config" not in repo.raw  # DeepSpec: there is one if not said; speculators: there is none
-        self.has_confidence = bool(_option(repo, "enable_confidence_head", said))
+        unsaid = "transformer_layer_config" not in repo.raw  # DeepSpec's have one, speculators' have none
+        self.has_confidence = bool(_option(repo, "enable_confidence_head", unsaid))
         if not 0 <= self.threshold < 1:
             raise DrafterError(f"{repo.name}: confidence={self.threshold:g} is no probability below 1")
         if self.threshold and not self.has_confidence:
