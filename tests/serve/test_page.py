@@ -150,3 +150,18 @@ def test_a_key_is_asked_for_and_used(window: Browser):
         window.until("return document.querySelector('#state').className.includes('up')")
         ask(window, "say:open")
         assert answer(window) == "open"
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_an_engine_that_died_is_told(window: Browser):
+    with program({"start_seconds": 1.5}) as mortal:
+        mortal.until("/readyz", 200)
+        window.open(f"http://127.0.0.1:{mortal.port}/")
+        window.until("return document.querySelector('#state').className.includes('up')")
+        mortal.engine().kill()
+        window.until("return document.querySelector('#state').innerText.includes('being started again')")
+        assert "down" in window.run("return document.querySelector('#state').className")
+        window.until("return document.querySelector('#state').className.includes('up')", 30)
+        ask(window, "say:again")
+        assert answer(window) == "again"

@@ -126,11 +126,13 @@ async function poll() {
     const now = new Reading(await (await call("metrics")).text(), performance.now() / 1000);
     if (before) for (const [chart, values] of charts) chart.add(values(now, before));
     before = now;
-    if (!info && $("key").hidden) await loadInfo();
+    if (!info && ($("key").hidden || $("key").value)) await loadInfo();
+    await call("readyz"); // says what is the matter where it is not ready
     if (info) state(true, `ready, ${now.get("stretto_running")} running, ${now.get("stretto_waiting")} waiting`);
     if (info && !$("live").hidden) await listSessions();
   } catch (error) {
     before = null;
+    info = null; // another engine may run otherwise
     state(false, error.message);
   } finally {
     setTimeout(poll, document.hidden ? 5000 : 1000);
