@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,17 +16,21 @@ from safetensors.torch import load_file, save_file
 from stretto.compat import ConfigError
 from stretto.config import Config, ModelSection, SpeculationSection
 from stretto.engine.build import prepare
-from stretto.params import ProcessorUse, SamplingParams
+from stretto.host.grammar import Grammars
+from stretto.params import Grammar, ProcessorUse, SamplingParams
 from stretto.protocol import Request
 from stretto.sample import rejection
 from stretto.sample.custom import CustomProcessors, Registry
 from stretto.sample.processors import Positions
 from stretto.sample.rejection import Proposals, verify
 from stretto.sample.sampler import log_probabilities, sample_all
-from stretto.testing import Ask, Lab, check_distribution, counters, make_engine, run, same_text
+from stretto.testing import Ask, Lab, Setup, check_distribution, counters, make_engine, run, same_text, target_of
+from stretto.text.grammar import vocabulary
 from stretto.wire import N_INT, N_REAL, Int, Real
 from tests.device.test_sampling import chi_square, reference
+from tests.engine.small import Oracle
 from tests.engine.test_logit_processors import NoRepeat
+from tests.serve.fakes import EOS, ByteTokenizer
 from tests.spec import checkpoints as made
 
 ROWS, VOCAB = 30_000, 7
@@ -245,6 +251,27 @@ def test_processors_hold_inside_accepted_runs(tiny) -> None:
         whole = [*ask.tokens, *got[ask.rid].token_ids]
         assert all(whole[i] not in whole[i - 2 : i] for i in range(len(ask.tokens), len(whole)))
     assert counters(engine)["accepted"] == counters(engine)["drafted"] > 50, "the same distribution is never rejected"
+
+
+def test_grammars_hold_and_what_they_force_is_accepted(tmp_path) -> None:
+    """Drafts know nothing of the grammar, the target's distribution does; forced ids have probability 1 on both sides.
+    What the grammar leaves open is distributed as the target has it."""
+    oracle, tokenizer = Oracle.make(tmp_path, "llama", sharpness=0.7), ByteTokenizer()
+    grammars = Grammars(partial(vocabulary, tokenizer, 300, [EOS]), 300)
+    engine = make_engine(oracle.model, f"standalone:{tmp_path}", target_of(oracle.model, tmp_path),
+                         Setup(rejection=True, overlap=True, slots=17), grammars, frozenset({EOS}))
+    pattern, prompt, n = "ab[abc][abc]hello", list(b"Write: "), 160
+    asks = [Ask(str(i), prompt, SamplingParams(seed=i, max_tokens=20, grammar=Grammar("regex", pattern)))
+            for i in range(n)]
+    got = run(engine, asks)
+    texts = [bytes(t for t in a.token_ids if t < 256).decode() for a in got.values()]
+    assert all(re.fullmatch(pattern, written) for written in texts)
+    seen = counters(engine)
+    assert seen["forced_drafts"] > n and seen["accepted"] > 3 * n
+    with torch.no_grad():
+        logits = oracle.reference(torch.tensor([prompt + list(b"ab")])).logits[0, -1, list(b"abc")]
+    counts = torch.tensor([sum(t[2] == c for t in texts) for c in "abc"], dtype=torch.float64)
+    assert chi_square(counts, logits.double().softmax(-1)) < 4.6  # p = 0.01
 
 
 # --------------------------------------------------------------------------------------------------------- start-up
