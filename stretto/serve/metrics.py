@@ -8,8 +8,9 @@ counters can only grow.
 from __future__ import annotations
 
 import bisect
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -109,6 +110,7 @@ class ServerMetrics(Collector):
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         self.finished: Counter[str] = Counter()  # by finish reason
         self.aborts: Counter[str] = Counter()  # by cause
+        self.adapters: Callable[[], tuple[set[str], set[str]]] = lambda: (set(), set())  # that run; of calls that wait
         self.responses: Counter[tuple[str, int]] = Counter()  # (route, status)
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -151,6 +153,17 @@ class ServerMetrics(Collector):
                 yield family
         yield from self._labelled()
         yield from self._config()
+        if self.info.max_loras:
+            yield self._adapters()
+
+    def _adapters(self) -> Metric:
+        """vLLM's: the newest reading is the one with the largest value."""
+        running, waiting = self.adapters()
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters that run and wait", labels=[
+            *self._labels, "max_lora", "running_lora_adapters", "waiting_lora_adapters"])
+        named = [",".join(sorted(names)) for names in (running, waiting)]
+        family.add_metric([*self._labels.values(), str(self.info.max_loras), *named], time.time())
+        return family
 
     def _by_label(self) -> Iterator[Metric]:
         counters, labels = self._snapshot.counters, list(self._labels.values())

@@ -66,7 +66,7 @@ class Generation:
     reply: ReplyPlan = field(default_factory=ReplyPlan)
     trace_parent: Mapping[str, str] = field(default_factory=dict)  # the headers that name the client's span
     created: int = field(default_factory=lambda: int(time.time()))
-    aborted: bool = False
+    begun: bool = False  # something of it has come back from the engine
 
     @property
     def adapter(self) -> str | None:
@@ -88,6 +88,7 @@ class Service:
         self.reader = PromptReader(tokenizer, self.info.vocab_size, self.info.max_model_len)
         self.replies = ReplyPlanner(tokenizer)
         self.metrics = ServerMetrics(self.info, self.names[0])
+        self.metrics.adapters = self._adapters
         self.tracing = Tracing(trace_provider, self.names[0]) if trace_provider is not None else None
         self.started = int(time.time())
         self.draining = False
@@ -132,6 +133,11 @@ class Service:
     @property
     def info(self) -> EngineInfo:
         return self.engine.info
+
+    def _adapters(self) -> tuple[set[str], set[str]]:
+        """Of calls that have begun; of those that wait, or have their prompt computed."""
+        live = [one for one in self._live.values() if one.adapter is not None]
+        return ({str(one.adapter) for one in live if one.begun}, {str(one.adapter) for one in live if not one.begun})
 
     @property
     def live_calls(self) -> int:
@@ -234,6 +240,7 @@ class Service:
                 streams = [self.engine.generate(request) for request in generation.requests]
                 async with contextlib.aclosing(self._in_time(generation, _merge(streams))) as merged:
                     async for index, output in merged:
+                        generation.begun = True
                         clock.note(index, output)
                         _raise_failure(output)
                         if output.prompt_logprobs is not None:

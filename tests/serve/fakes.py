@@ -171,6 +171,7 @@ class CoreOptions:
     server_info: dict = field(default_factory=dict)
     sampling_defaults: dict = field(default_factory=dict)
     hidden_size: int = 8
+    adapters: dict = field(default_factory=dict)
 
     def __call__(self) -> ScriptedCore:
         time.sleep(self.start_seconds)
@@ -186,7 +187,8 @@ class ScriptedCore:
                                max_num_seqs=options.max_num_seqs, kv_tokens=16 * options.max_model_len,
                                eos_token_ids=[EOS], speculation_tokens=options.block - 1,
                                server_info=options.server_info, sampling_defaults=options.sampling_defaults,
-                               hidden_size=options.hidden_size)
+                               hidden_size=options.hidden_size, adapters=dict(options.adapters),
+                               max_loras=2 * len(options.adapters))
         self.waiting: list[Choice] = []
         self.running: list[Choice] = []
         self.seen: set[tuple[int, ...]] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -142,6 +143,33 @@ async def test_features_are_told():
         text = (await api.http.get("/metrics")).text
     (line,) = [line for line in text.splitlines() if line.startswith("stretto_feature_info{")]
     assert 'asked="auto"' in line and 'now="off"' in line and r'why="said \"no\""' in line and line.endswith(" 1.0")
+
+
+async def test_adapters_are_told_as_gateways_read_them():
+    def line(text: str) -> str:
+        return next(one for one in text.splitlines() if one.startswith("vllm:lora_requests_info{"))
+
+    options = CoreOptions(step_seconds=0.01, max_num_seqs=1, max_model_len=9000, adapters={"sql": "/a", "legal": "/b"})
+    async with make_api(options) as api:
+        assert 'max_lora="4"' in line((await api.http.get("/metrics")).text)
+        running = asyncio.create_task(api.complete("x", model="sql", max_tokens=8000))
+        async with asyncio.timeout(10):
+            while not sum(api.service.metrics.histograms[TIME_TO_FIRST_TOKEN].counts):
+                await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(api.complete("x", model="legal", max_tokens=8000))
+        async with asyncio.timeout(10):
+            while api.service.live_calls < 2:
+                await asyncio.sleep(0.01)
+        told = line((await api.http.get("/metrics")).text)
+        assert 'running_lora_adapters="sql"' in told and 'waiting_lora_adapters="legal"' in told
+        assert float(told.split()[-1]) == pytest.approx(time.time(), abs=60)
+        for task in (running, waiting):
+            task.cancel()
+        await asyncio.gather(running, waiting, return_exceptions=True)
+        await api.until_idle()
+        assert 'running_lora_adapters=""' in line((await api.http.get("/metrics")).text)
+    async with make_api(CoreOptions()) as api:
+        assert "lora_requests_info" not in (await api.http.get("/metrics")).text
 
 
 async def test_probes_of_a_healthy_server(api: Api):
