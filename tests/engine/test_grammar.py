@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from stretto.engine.core import EngineCore
+from stretto.host.faults import HostFault
 from stretto.host.grammar import Grammars, GrammarState
 from stretto.params import Grammar, SamplingParams
 from stretto.protocol import Request
@@ -22,6 +23,7 @@ from stretto.spec.ngram import NgramDrafter
 from stretto.spec.scripted import ScriptedDrafter
 from stretto.text.grammar import vocabulary
 from stretto.text.stream import IncrementalText
+from stretto.wire import pack_mask
 from tests.engine.small import VOCAB, Oracle, Run, make_core
 from tests.serve.fakes import EOS, ByteTokenizer
 
@@ -345,3 +347,19 @@ def test_a_stale_state_would_be_noticed(oracle, monkeypatch) -> None:
     run.submit("r", PROMPT, sampled(1, JSON))
     run.finish()
     assert not text(run, "r").startswith('{"a":')
+
+
+def test_a_mask_made_before_the_last_result_would_be_noticed(oracle, monkeypatch) -> None:
+    """The mutant that does not wait for the step in flight."""
+    def early(self, plan):
+        self.device.mask(pack_mask(self.host.mask(plan)))
+        outputs = []
+        while self.in_flight > 1:
+            outputs += self._collect()
+        return outputs
+
+    monkeypatch.setattr(EngineCore, "_send_mask", early)
+    run = Run(engine(oracle, overlap=True))
+    run.submit("r", PROMPT, sampled(1, Grammar("regex", "(ab|cd|ef|gh){12}")))
+    with pytest.raises(HostFault, match="does not allow"):
+        run.finish()
