@@ -8,7 +8,6 @@ from typing import Annotated
 
 from cyclopts import Parameter
 from rich.console import Console
-from rich.table import Table
 
 from stretto.cli.failures import CommandFailed
 from stretto.matrix import Matrix, load
@@ -49,9 +48,15 @@ def _print_cells(found: Matrix, name: str, others: list[str], console: Console) 
 
 
 def _print_all(found: Matrix, names: list[str], console: Console) -> None:
-    table = Table("", *(str(at + 1) for at in range(len(names))), box=None, padding=(0, 0, 0, 1))
-    for at, name in enumerate(names):
-        table.add_row(f"{at + 1} {name}", *(MARKS[found.cell(name, other).state] for other in names[: at + 1]))
-    console.print(table, crop=False, no_wrap=True)
+    """One character a cell: a column is as wide as that, whatever the terminal."""
+    width = max(map(len, names)) + 4
+    numbers = range(1, len(names) + 1)
+    lines = [" " * width + "".join(str(n // 10) if n % 10 == 0 else " " for n in numbers),
+             " " * width + "".join(str(n % 10) for n in numbers)]
+    for n, name in zip(numbers, names):
+        cells = "".join(MARKS[found.cell(name, other).state] for other in names[:n])
+        lines.append(f"{f'{n:2} {name}':{width}}{cells}")
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
     console.print(f"{MARKS['yes']} yes   {MARKS['refused']} refused   {MARKS['untested']} untested  "
-                  f" {MARKS['one at a time']} one at a time.   Details: stretto matrix FEATURE [FEATURE]")
+                  f" {MARKS['one at a time']} one at a time\nDetails: stretto matrix FEATURE [FEATURE]")

@@ -85,3 +85,16 @@ def test_soak_finds_what_is_wrong(folders, capsys, monkeypatch):
     assert codes[0][0] == 4 and first["seed"] >= 5 and first["wrong"] == second["wrong"]
 
 
+
+
+# --------------------------------------------------------------------------------------------------------------- matrix
+def test_matrix(capsys):
+    code, out, _ = run(capsys, "matrix")
+    assert code == 0 and "mixed chunk" in out and "untested" in out and "●" in out
+    code, out, _ = run(capsys, "matrix", "window", "drafter eagle3")
+    assert code == 0 and out.startswith("window with drafter eagle3: yes, by tests/engine/test_matrix.py::")
+    code, out, _ = run(capsys, "matrix", "n > 1", "--json")
+    cells = {cell["features"][1]: cell for cell in json.loads(out)}
+    assert cells["session: tag"]["state"] == "refused" and "branch the session" in cells["session: tag"]["says"]
+    code, _, err = run(capsys, "matrix", "windows")
+    assert code == 1 and "name at most two of" in err
