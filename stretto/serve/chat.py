@@ -109,7 +109,7 @@ class _Reader:
 
     def __init__(self, plan: ReplyPlan):
         self._reply = plan.reader() if plan.reader is not None else None
-        self._hide = plan.hide_reasoning
+        self._hide, self._short_ids = plan.hide_reasoning, plan.short_call_ids
 
     def read(self, text: str, ended: bool) -> Delta | None:
         """None where there is nothing to tell."""
@@ -123,8 +123,7 @@ class _Reader:
         calls: list[ToolCallDelta] = []
         for part in parts:
             if isinstance(part, CallBegin):
-                calls.append(ToolCallDelta(part.call, FunctionDelta("", part.name), f"call_{uuid.uuid4().hex[:24]}",
-                                           "function"))
+                calls.append(ToolCallDelta(part.call, FunctionDelta("", part.name), self._call_id(), "function"))
             elif isinstance(part, CallArguments):
                 if not calls or calls[-1].index != part.call:
                     calls.append(ToolCallDelta(part.call, FunctionDelta("")))
@@ -132,6 +131,10 @@ class _Reader:
         if not (content or reasoning or calls):
             return None
         return Delta(content=content or UNSET, reasoning_content=reasoning or UNSET, tool_calls=calls or UNSET)
+
+    def _call_id(self) -> str:
+        name = uuid.uuid4().hex
+        return name[:9] if self._short_ids else f"call_{name[:24]}"
 
     def finish_reason(self, reason: str | None) -> str | None:
         """A call that was cut by the limit is no call that was made."""

@@ -27,7 +27,7 @@ from stretto.serve.errors import bad_request, unsupported
 from stretto.serve.grammars import Asked, asked_grammar
 from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.schemas import ChatBody, ChatRequest, GenerationBody
-from stretto.text.call_forms import HERMES, CallForm, form_of, lazily
+from stretto.text.call_forms import HERMES, CallForm, Mistral, form_of, lazily
 from stretto.text.reply import END_THINK, THINK, MarkedReply, Reply
 from stretto.text.reply_template import TemplateReply, known_template
 
@@ -45,6 +45,7 @@ class ReplyPlan:
     reader: Callable[[], Reply] | None = None  # None: the text is the content
     keep_special: bool = False  # markers are special tokens: their text is needed
     hide_reasoning: bool = False
+    short_call_ids: bool = False  # nine letters and digits: Mistral's templates refuse a history with others
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ class ReplyPlanner:
         checks = (*([asked] if asked else []), *(_parameter_checks(bound) if bound else []))
         reader = partial(MarkedReply, thinking=opened, reasoning=reasoning, form=form) if reasoning or form else None
         return ReplyPlan(_grammar(asked, bound, rules, reasoning, opened, self._sign), checks, reader,
-                         bool(self._special) and reader is not None, reasoning and body.include_reasoning is False)
+                         bool(self._special) and reader is not None, reasoning and body.include_reasoning is False,
+                         isinstance(form, Mistral))
 
     def _call_form(self, tools: Tools, asked: Asked | None) -> CallForm:
         if self._form is not None or tools.force:

@@ -51,7 +51,7 @@ def joined(text: str) -> dict[str, Any]:
             out[name] += delta.get(name) or ""
         for call in delta.get("tool_calls", []):
             if call["index"] == len(out["tool_calls"]):
-                assert call["id"].startswith("call_") and call["type"] == "function"
+                assert re.fullmatch("call_[0-9a-f]{24}|[0-9a-f]{9}", call["id"]) and call["type"] == "function"
                 out["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
             out["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
         out["finish_reason"] = choice["finish_reason"] or out["finish_reason"]
@@ -140,7 +140,11 @@ async def test_the_form_of_each_family_is_read(case: int):
     for block in (1, 5, 300):
         async with make_api(CoreOptions(block=block, max_model_len=1024), tokenizer) as api:
             answer = whole(await api.chat(f"say:{said}", tools=TOOLS, max_tokens=300))
-            streamed = joined((await api.chat(f"say:{said}", tools=TOOLS, max_tokens=300, stream=True)).text)
+            text = (await api.chat(f"say:{said}", tools=TOOLS, max_tokens=300, stream=True)).text
+            streamed = joined(text)
+        ids = re.findall('"id":"(call_\\w*|\\w{9})"', text)  # Mistral's templates take no others back
+        assert all((len(i) == 9) == (tokenizer in (MISTRAL, NAMED)) for i in ids)
+        assert len(ids) == len(want.get("tool_calls", []))
         empty: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
         reason = "tool_calls" if "tool_calls" in want else "stop"
         assert answer == streamed == empty | want | {"finish_reason": reason}
