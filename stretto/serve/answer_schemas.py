@@ -197,6 +197,13 @@ class EmbeddingList(msgspec.Struct):
     usage: PromptUsage
 
 
+class Encoded(msgspec.Struct):
+    """SGLang's shape of an embedding."""
+
+    embedding: list[float]
+    meta_info: dict[str, Any]
+
+
 class ScoreObject(msgspec.Struct):
     object: Literal["score"]
     index: int

@@ -31,7 +31,14 @@ from stretto.serve.errors import (
     unsupported,
 )
 from stretto.serve.request_fields import check_fields, ignored_header
-from stretto.serve.schemas import CompletionRequest, EmbeddingBody, EmbeddingRequest, RerankRequest, ScoreRequest
+from stretto.serve.schemas import (
+    CompletionRequest,
+    EmbeddingBody,
+    EmbeddingRequest,
+    EncodeRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from stretto.serve.service import Generation, Service, total_usage
 from stretto.serve.streaming import ClientGone, while_connected
 from stretto.vectors import unit_vectors
@@ -52,6 +59,22 @@ def embeddings(service: Service) -> APIRouter:
             shown = vectors.tolist() if body.encoding_format != "base64" else [_base64(vector) for vector in vectors]
             return {"object": "list", "model": call.body.model or service.names[0], "usage": call.usage, "data": [
                 {"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(shown)]}
+
+        return await call.answer(run())
+
+    @router.post("/encode", openapi_extra=described(EncodeRequest))
+    async def encode(request: Request) -> Response:
+        call = await _Call.of(service, request, EncodeRequest, {"prompt": "text"})
+        body: EncodeRequest = call.body
+        if (body.text is None) == (body.input_ids is None):
+            raise bad_request("give either text or input_ids", "text")
+        given = body.text if body.text is not None else body.input_ids
+
+        async def run() -> Any:
+            vectors = await call.vectors(given)
+            found = [{"embedding": vector, "meta_info": {"id": call.id, "prompt_tokens": count}}
+                     for vector, count in zip(vectors.tolist(), call.counts, strict=True)]
+            return found if not isinstance(given, str) and isinstance(given[0], (str, list)) else found[0]
 
         return await call.answer(run())
 
@@ -112,6 +135,7 @@ class _Call:
         self._arrival = time.monotonic()
         self.id = ""
         self.usage: dict[str, int] = {}
+        self.counts: list[int] = []  # tokens of each text
 
     @classmethod
     async def of(cls, service: Service, request: Request, model: type[EmbeddingBody], names: dict[str, str]) -> _Call:
@@ -147,6 +171,7 @@ class _Call:
                 if output.embedding is not None and output.usage is not None:
                     found[prompt], usages[prompt, 0] = output.embedding, output.usage
         tokens = total_usage(usages, generation.requests)["prompt_tokens"]
+        self.counts = [len(request.tokens) for request in generation.requests]
         self.usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         try:
             return unit_vectors([found[i] for i in range(len(generation.requests))], dimensions)

@@ -48,6 +48,7 @@ ANSWERS: Mapping[str, Answer] = {
     "POST /v1/messages/count_tokens": Answer(a.InputTokens),
     "POST /generate": Answer(_LISTED, a.Generated),
     "POST /v1/embeddings": Answer(a.EmbeddingList),
+    "POST /encode": Answer(list[a.Encoded] | a.Encoded),
     **dict.fromkeys(("POST /v1/score", "POST /score"), Answer(a.ScoreList)),
     **dict.fromkeys(("POST /v1/rerank", "POST /rerank"), Answer(a.Ranking)),
     **dict.fromkeys(("GET /ping", "GET /readyz", "GET /health", "GET /livez", "GET /startupz", "GET /health_generate"),

@@ -399,21 +399,11 @@ class MessagesRequest(CountTokensRequest):
     metadata: dict[str, Any] | None = None
 
 
-class GenerateRequest(Body):
-    """POST /generate: SGLang's names. `sampling_params` takes those of /v1/completions too."""
+class TextOrIds(Body):
+    """Prompts as SGLang's clients send them: one of the two."""
 
     text: PromptOrNull = None
     input_ids: PromptOrNull = None
-    sampling_params: dict[str, Any] | None = None
-    model: str | None = None
-    rid: str | None = None
-    stream: bool | None = None
-    incremental: Annotated[bool | None, Field(description="stream only what is new in each event")] = None
-    priority: Integer | None = None
-    return_logprob: bool | None = None
-    logprob_start_len: Annotated[Integer | None, Field(description="-1: of the answer only")] = None
-    top_logprobs_num: Integer | None = None
-    return_text_in_logprobs: bool | None = None
 
     @field_validator("text")
     @classmethod
@@ -428,6 +418,25 @@ class GenerateRequest(Body):
         if value is not None and (isinstance(value, str) or isinstance(value[0], str)):
             raise ValueError("must be a list of token ids or a list of such lists; texts go into text")
         return value
+
+
+class GenerateRequest(TextOrIds):
+    """POST /generate: SGLang's names. `sampling_params` takes those of /v1/completions too."""
+
+    sampling_params: dict[str, Any] | None = None
+    model: str | None = None
+    rid: str | None = None
+    stream: bool | None = None
+    incremental: Annotated[bool | None, Field(description="stream only what is new in each event")] = None
+    priority: Integer | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: Annotated[Integer | None, Field(description="-1: of the answer only")] = None
+    top_logprobs_num: Integer | None = None
+    return_text_in_logprobs: bool | None = None
+
+
+class EncodeRequest(TextOrIds, EmbeddingBody):
+    """POST /encode: embeddings in SGLang's shape."""
 
 
 class TraceBody(Body):

@@ -95,6 +95,18 @@ async def test_scores_and_rankings(api: Api):
     assert bare["results"] == [{"index": 0, "relevance_score": pytest.approx(1.0)}]
 
 
+async def test_the_shape_of_sglangs_clients(api: Api):
+    one = (await api.http.post("/encode", json={"text": "hello", "pooling": "mean"})).json()
+    assert one["embedding"] == expected("hello", "mean") and one["meta_info"]["prompt_tokens"] == 6
+    several = (await api.http.post("/encode", json={"text": ["hi", "x"]})).json()
+    assert [entry["embedding"] for entry in several] == [expected("hi"), expected("x")]
+    ids = (await api.http.post("/encode", json={"input_ids": [104, 105]})).json()
+    assert ids["embedding"] == expected("hi") and ids["meta_info"]["id"]
+    for body in ({}, {"text": "a", "input_ids": [1]}, {"text": [1]}, {"input_ids": "a"}, {"text": "a", "n": [0]}):
+        answer = await api.http.post("/encode", json=body)
+        assert answer.status_code == (200 if "n" in body else 400), answer.text
+
+
 async def test_openais_client():
     async with make_served() as served, openai.AsyncOpenAI(
             base_url=served.url + "/v1", api_key="none", max_retries=0) as client:

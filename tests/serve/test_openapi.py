@@ -27,6 +27,7 @@ CALLS: list[tuple[str, dict[str, Any] | None]] = [
     ("POST /generate", {"text": "a"}), ("POST /generate", {"text": ["a", "b"], "return_logprob": True}),
     ("POST /v1/embeddings", {"input": ["a", "b"]}),
     ("POST /v1/embeddings", {"input": "a", "encoding_format": "base64"}),
+    ("POST /encode", {"text": "a"}), ("POST /encode", {"input_ids": [[97], [98]]}),
     ("POST /v1/score", {"text_1": "a", "text_2": "b"}), ("POST /score", {"text_1": "a", "text_2": "b"}),
     ("POST /v1/rerank", {"query": "a", "documents": ["b"]}),
     ("POST /rerank", {"query": "a", "documents": ["b"], "return_documents": False}),
