@@ -629,14 +629,11 @@ class Ledger:
         if not rest or len(lease.nodes) != n or len(lease.pages[0]) <= n or lease.lo > len(tokens):
             return
         tail = self.tree.child(lease.nodes[-1] if n else lease.root, tuple(tokens[n * self.page_size : lease.lo]))
-        if any(tail.pages):
-            return
         self.tree.revive(tail)
         self.tree.refer(tail)
         lease.nodes.append(tail)
         for g in self._groups:
-            self.tree.put(tail, g, lease.pages[g][n])
-            self.leased[g] -= 1
+            self._share_page(lease, tail, g, n)
 
     def join(self, home: Node) -> Node:
         """One more sequence finds its pages there."""
