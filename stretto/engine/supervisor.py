@@ -138,6 +138,9 @@ class Supervisor:
             except BaseException:  # closed meanwhile
                 await started.close()
                 raise
+            before, now = self.info.kv_tokens, started.info.kv_tokens
+            log.log(logging.INFO if before == now else logging.WARNING,
+                    "the engine runs again; its KV cache holds %d tokens, that of the one before held %d", now, before)
             self._client, self.info = started, started.info
             self.on_change(None)
 
