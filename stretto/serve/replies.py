@@ -31,6 +31,7 @@ from stretto.text.call_forms import HERMES, CallForm, Mistral, form_of, lazily
 from stretto.text.reply import END_THINK, THINK, MarkedReply, Reply
 from stretto.text.reply_template import TemplateReply, known_template
 
+CHANNELS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")  # harmony's marks
 TAIL = 16  # tokens at the end of a prompt in which an opened thought is looked for
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -120,7 +121,8 @@ class ReplyPlanner:
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template or ""
         self._own = tokenizer.response_template or known_template(self._template)
         self._form = form_of(self._template)
-        markers = (THINK, END_THINK, *(self._form or HERMES).markers)
+        self._channelled = all(mark in self._template for mark in CHANNELS[:2])
+        markers = (THINK, END_THINK, *CHANNELS, *(self._form or HERMES).markers)
         one = {marker: tokenizer.encode(marker, False) for marker in markers}
         self._special = {m: ids[0] for m, ids in one.items() if len(ids) == 1 and ids[0] in tokenizer.special_ids}
 
@@ -130,12 +132,22 @@ class ReplyPlanner:
         if not isinstance(body, ChatRequest):
             return ReplyPlan(asked.grammar if asked else None, (asked,) if asked else ())
         tools = asked_tools(body)
-        if self._own is not None and asked is None and (tools is None or tools.bound is None) and (
-                tools or body.separate_reasoning is not False):
-            text = self._tokenizer.decode(prompt, skip_special_tokens=False)
-            return ReplyPlan(reader=partial(TemplateReply, self._own, text, body.tools), keep_special=True,
-                             hide_reasoning=body.include_reasoning is False)
-        return self._marked(body, asked, tools, prompt)
+        told = tools is not None or body.separate_reasoning is not False
+        if self._own is None or not told or (tools is not None and tools.bound) or (
+                asked is not None and (tools is not None or not self._channelled)):
+            return self._marked(body, asked, tools, prompt)
+        text = self._tokenizer.decode(prompt, skip_special_tokens=False)
+        return ReplyPlan(self._in_channels(asked) if asked else None, (asked,) if asked else (),
+                         partial(TemplateReply, self._own, text, body.tools), True, body.include_reasoning is False)
+
+    def _in_channels(self, asked: Asked) -> Grammar:
+        """The form in the channel of answers, perhaps after a thought in its own."""
+        channel, message, _, start = map(self._sign, CHANNELS)
+        rules = [f'start: thought? {channel} "final" {message} @answer',
+                 f'thought: {channel} "analysis" {message} end_of_thought {start} "assistant"',
+                 lazily("end_of_thought", CHANNELS[2], self._sign)]
+        form = asked.grammar
+        return Grammar(form.kind, form.source, form.whitespace, around="\n".join(rules))
 
     def _marked(self, body: ChatRequest, asked: Asked | None, tools: Tools | None, prompt: list[int]) -> ReplyPlan:
         """A plan for an answer whose marks are known here."""

@@ -11,7 +11,7 @@ from stretto.serve.errors import ApiError
 from stretto.serve.replies import ReplyPlanner
 from stretto.serve.schemas import ChatRequest
 from stretto.text.grammar import LIMITS, definition, vocabulary
-from stretto.text.reply import CallBegin, Content
+from stretto.text.reply import CallBegin, Content, Reasoning
 from tests.serve.fakes import EOS, IM_END, IM_START, PAD, VOCAB, ByteTokenizer
 from tests.serve.test_tools import CALL, TOOLS, ToolTokenizer
 
@@ -158,6 +158,29 @@ def test_what_a_grammar_lets_through_is_read_as_calls(case: int, markers: str):
         names = [part.name for part in parts if isinstance(part, CallBegin)]
         assert len(names) == answer.count('": {"n"') + answer.count('[ARGS]{'), (answer, parts)
         assert not any("{" in part.text for part in parts if isinstance(part, Content)) or not names
+
+
+class HarmonyTokenizer(ToolTokenizer):
+    chat_template = "{{ tools }} <|channel|> <|message|>"
+    markers = {"<|channel|>": IM_START, "<|message|>": IM_END, "<|end|>": PAD}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("markers", ["text", "special"])
+def test_a_form_in_harmonys_channels(markers: str):
+    tokenizer = (special(HarmonyTokenizer) if markers == "special" else HarmonyTokenizer)()
+    thought, answer = "<|channel|>analysis<|message|>why?<|end|><|start|>assistant", "<|channel|>final<|message|>1234"
+    plan = ReplyPlanner(tokenizer).plan(ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": "x"}]} | FORM), [1])
+    assert plan.reader is not None and plan.keep_special and [check.param for check in plan.checks] == ["regex"]
+    for said, reasoning in ((answer, ""), (thought + answer, "why?")):
+        assert accepts(FORM, said, tokenizer)
+        reply = plan.reader()
+        parts = reply.feed(said) + reply.finish()
+        assert "".join(part.text for part in parts if isinstance(part, Content)) == "1234"
+        assert "".join(part.text for part in parts if isinstance(part, Reasoning)) == reasoning
+    for said in ("1234", "", thought, answer + "5", answer.replace("final", "analysis"), answer + answer):
+        assert not accepts(FORM, said, tokenizer), said
+    assert accepts(FORM | {"separate_reasoning": False}, "1234", tokenizer)
 
 
 @pytest.mark.parametrize("template", ["<tool_call> <function=", "<|channel|> <|message|>", "{{ tools }} unknown"])
