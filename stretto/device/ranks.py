@@ -128,6 +128,9 @@ class RanksDevice:
         """Not for several ranks: what needs it is refused with them."""
         raise NotImplementedError("actions between steps would have to reach every rank")
 
+    def counts(self) -> dict[str, float]:
+        return self.own.counts()
+
     def close(self) -> None:
         for fellow in self.fellows:
             try:

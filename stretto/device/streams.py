@@ -67,6 +67,11 @@ class DeviceHalf(Protocol):
         """Does something after every step that was launched and before any that will be. Raises what it raises."""
         ...
 
+    def counts(self) -> dict[str, float]:
+        """What happened here, monotone: `graph_replays`, and `eager_steps`, launched kernel by kernel, where there are
+        graphs."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -187,6 +192,9 @@ class InlineDevice:
     def between(self, action: Callable[[], None]) -> None:
         action()
 
+    def counts(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         self.results.clear()
 
@@ -251,6 +259,9 @@ class ThreadDevice:
 
         self.plans.put(run)
         done.result()
+
+    def counts(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         self.plans.put(None)
@@ -322,6 +333,9 @@ class CudaDevice:
         with torch.cuda.stream(self.steps), torch.inference_mode():
             action()
         self.steps.synchronize()  # so that what it copies from may go
+
+    def counts(self) -> dict[str, float]:
+        return {"graph_replays": float(self.graphs.replays), "eager_steps": float(self.graphs.eager_steps)}
 
     def close(self) -> None:
         self.in_flight.clear()

@@ -142,7 +142,7 @@ class EngineCore:
         counters, gauges = self.host.stats()
         counters |= {"loop_seconds": self.busy_seconds, "device_wait_seconds": self.wait_seconds,
                      "mask_seconds": self.mask_seconds, "late_masks": float(self.late_masks),
-                     "late_masks_overlapped": float(self.late_masks_overlapped)}
+                     "late_masks_overlapped": float(self.late_masks_overlapped)} | self.device.counts()
         return EngineStats(counters=counters, gauges=gauges | {"steps_in_flight": float(self.in_flight)})
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -236,4 +237,6 @@ class CustomProcessors:
 
 
 def _described(name: str, error: Exception) -> str:
-    return f"logit processor {name} failed: {type(error).__name__}: {error}"[:1000]
+    """The same in every process: without addresses of objects."""
+    said = re.sub(r"\b0x[0-9a-f]+\b", "0x...", str(error))
+    return f"logit processor {name} failed: {type(error).__name__}: {said}"[:1000]

@@ -21,6 +21,7 @@ from stretto.protocol import Request
 from stretto.spec.scripted import ScriptedDrafter
 from stretto.testing import Ask, Setup, counters, make_engine, target_of
 from tests.engine.small import VOCAB, save_tiny
+from tests.spec import checkpoints as made
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -120,6 +121,24 @@ def test_the_test_above_would_see_it(subjects, monkeypatch) -> None:
     subject = subjects("llama", None, "float32")
     monkeypatch.setattr("stretto.testing._backend", lambda model, setup: TorchRagged())
     assert subject.differing(CROWDED, 0.6)[0]
+
+
+@pytest.mark.parametrize("kind", [pytest.param("eagle3"), pytest.param("dflash", marks=pytest.mark.full),
+                                  pytest.param("standalone", marks=pytest.mark.full)])
+def test_drafters_with_weights(kind: str, tmp_path) -> None:
+    """What they compute may round as it likes: it decides how many steps an answer takes, and nothing else."""
+    made.make_target(tmp_path / "target")
+    model = load_model(tmp_path / "target", dtype=torch.float32, device=torch.device("cpu"), fixed=True)
+    path = tmp_path / "target" if kind == "standalone" else getattr(made, kind)(tmp_path / kind)[0]
+    target, rng = target_of(model, tmp_path / "target"), random.Random(2)
+    asks = [Ask(str(i), [rng.randrange(model.vocab_size) for _ in range(5 + 9 * i)],
+                SamplingParams(seed=i, temperature=25.0, max_tokens=24, logprobs=2)) for i in range(5)]
+    alone: dict[str, Got] = {}
+    for ask in asks:
+        alone |= play(make_engine(model, None, target, Setup(prefix_cache=False)), [ask], [])
+    engine = make_engine(model, f"{kind}:{path}", target, Setup(page_size=4, chunk=7, budget=40, overlap=True))
+    assert play(engine, asks[2:], asks[:2]) == alone
+    assert counters(engine)["drafted"] > 50
 
 
 @settings(max_examples=6, deadline=None)
