@@ -169,7 +169,7 @@ class PackedPlan(Generic[Array]):
     @property
     def moves(self) -> bool:
         """Whether its page operations save or restore. Of a plan on the host."""
-        return bool(len(self.page_ops)) and bool((self.page_ops[:, 0] >= PageOp.SAVE).any())  # type: ignore[index]
+        return bool(len(self.page_ops)) and bool((self.page_ops[:, 0] >= PageOp.SAVE).any())  # type: ignore[arg-type, index]
 
 
 _WIDTHS = (1, _SEAT_WIDTH, 4, 4, 3, 3, 3, 4, 4, 1, 2, 4, 1)

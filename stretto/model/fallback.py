@@ -131,6 +131,7 @@ class FallbackModel:
     """A CausalModel around a transformers model. Slower than a native one, and not captured in CUDA graphs."""
 
     graphs = False
+    fixed = False
 
     def __init__(self, causal: PreTrainedModel, router: Router, name: str, max_position: int,
                  eos_token_ids: tuple[int, ...]):
