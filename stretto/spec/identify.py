@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stretto.model.config import ConfigError, read_config
+from stretto.model.config import ConfigError
 from stretto.model.hub import ModelNotFound, resolve_model
+from stretto.spec.draft_config import read_draft_config
 
 _ARCHITECTURES = {
     "LlamaForCausalLMEagle": "eagle", "EagleLlamaForCausalLM": "eagle",
@@ -38,7 +39,7 @@ def identify(name: str) -> str | None:
         return None  # a misspelt drafter, no owner/model: nobody is asked for it
     try:
         folder = resolve_model(path)
-        return kind_of(read_config(folder)[0]) if folder.is_dir() else None
+        return kind_of(read_draft_config(folder)) if folder.is_dir() else None
     except (ModelNotFound, ConfigError):
         return None
 
@@ -49,7 +50,7 @@ def verifier_of(name: str) -> str | None:
         return None
     try:
         folder = resolve_model(name)
-        raw = read_config(folder)[0] if folder.is_dir() else {}
+        raw = read_draft_config(folder) if folder.is_dir() else {}
     except (ModelNotFound, ConfigError):
         return None
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from stretto.model.config import ConfigError, read_config
+from stretto.model.config import ConfigError
 from stretto.model.dequantize import dequantized
 from stretto.model.gguf import GGUFSource
 from stretto.model.hub import ModelNotFound, resolve_model
 from stretto.model.quantization import parse_quantization
 from stretto.model.source import WeightError, WeightSource
 from stretto.spec.context import DrafterError, Target
+from stretto.spec.draft_config import read_draft_config
 from stretto.spec.sources import open_source
 
 SHIPPED = Path(__file__).parent / "trained"  # heads for the default model, by kind; made by `training/`
@@ -79,12 +80,12 @@ def open_repo(kind: str, settings: str, known: tuple[str, ...] = ()) -> DraftRep
     of this kind that ships with the package. Raises DrafterError."""
     name, options = split_settings(kind, settings, known)
     if not name and (SHIPPED / kind).is_dir():
-        return DraftRepo(kind, SHIPPED / kind, read_config(SHIPPED / kind)[0], options)
+        return DraftRepo(kind, SHIPPED / kind, read_draft_config(SHIPPED / kind), options)
     if not name:
         raise DrafterError(f"drafter {kind} needs a draft checkpoint: --speculation {kind}:FOLDER-OR-HUB-ID")
     try:
         path = resolve_model(name)
-        return DraftRepo(kind, path, read_config(path)[0] if path.is_dir() else {}, options)
+        return DraftRepo(kind, path, read_draft_config(path) if path.is_dir() else {}, options)
     except (ModelNotFound, ConfigError) as e:
         raise DrafterError(f"drafter {kind}: {e}") from e
 

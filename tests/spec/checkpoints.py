@@ -193,6 +193,17 @@ def dflash_speculators(folder: Path) -> tuple[Path, Tensors]:
     return path, tensors
 
 
+def dflash_open_spec(folder: Path, start: int) -> tuple[Path, Tensors]:
+    """The same, as speculators writes it since its Open Spec Config; layers counted from `start`."""
+    _, tensors = dflash_speculators(folder)
+    config = {**LAYER, "architectures": ["DflashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 1,
+              "layer_types": ["full_attention"], "open_spec_config_version": "0.0.0", "speculative_config": {
+                  "method": "dflash", "speculative_tokens": 4, "verifier": "owner/target", "mask_token_id": 298,
+                  "target_layer_ids": [1 + start, 3 + start], "target_layer_start_idx": start, "draft_vocab_size": 80,
+                  "sample_from_anchor": False, "sliding_window_non_causal": False}}
+    return save(folder, config, tensors), tensors
+
+
 def dspark(folder: Path, head: str = "vanilla", *, rank: int = 12, size: int = 6) -> tuple[Path, Tensors]:
     """DeepSpec's layout, with embedding and head of its own."""
     g = torch.Generator().manual_seed(8)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stretto.spec.identify import verifier_of
 from stretto.spec.registry import find_drafter
 from stretto.testing import Ask, Setup, greedy, make_engine, run
 from tests.spec import checkpoints as made
@@ -187,8 +188,12 @@ def test_dflash(tiny, tmp_path, every_setup, sliding) -> None:
     check(record(tiny, f"dflash:{path}", every_setup), expected)
 
 
-def test_dflash_speculators(tiny, setup, tmp_path) -> None:
-    path, t = made.dflash_speculators(tmp_path / "draft")
+@pytest.mark.parametrize("start", [None, 0, 1], ids=["own", "open-0", "open-1"])
+def test_dflash_speculators(tiny, setup, tmp_path, start: int | None) -> None:
+    """Also in the Open Spec Config, which counts layers from where it says."""
+    folder = tmp_path / "draft"
+    path, t = made.dflash_speculators(folder) if start is None else made.dflash_open_spec(folder, start)
+    assert find_drafter(str(path))[0].__class__.__name__ == "DFlash" and verifier_of(str(path)) == "owner/target"
 
     def expected(log, drafts):
         h = of_block(tiny, t, log, 5, 298, [1, 3], [None])
