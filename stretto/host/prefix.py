@@ -22,9 +22,10 @@ goes. States that nobody will continue (a rewound turn, a replaced history) go b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from stretto.host.faults import need
@@ -37,6 +38,10 @@ Rank = tuple[float, int]  # (value, clock): the smallest goes first
 MOST_HITS = 7  # that count: what was found more often is as old after as many turnovers
 NEVER_AGAIN = -1  # in place of `hits`: superseded
 Evicted = list[tuple[int, int]]  # (group, page)
+
+
+_NO_TAILS: Mapping[int, int] = MappingProxyType({})  # one for all nodes: few have any, and there are many nodes
+_NOT_SAVED = (NULL_PAGE,) * 64
 
 
 class Node:
@@ -56,9 +61,9 @@ class Node:
         self.hits = 0  # how often it was found
         self.used: Rank = (0.0, 0)  # when the last reference went
         self.stamps: list[Rank] = [(0.0, 0)] * n_groups  # when the last pin of each group went
-        self.saved = [NULL_PAGE] * n_groups  # host pages that hold the same
+        self.saved: Sequence[int] = _NOT_SAVED[:n_groups]  # host pages that hold the same
         self.saved_kids = 0  # children with a host page
-        self.tails: dict[int, int] = {}  # children that are less than a page: how many of each length
+        self.tails = _NO_TAILS  # children that are less than a page: how many of each length
 
 
 Entry = tuple[Rank, int, Node]  # (rank, serial, node)
@@ -115,7 +120,7 @@ class PrefixTree:
         if found is None:
             found = parent.children[key] = self._new_node(key, parent)
             if len(key) < self.page_size:
-                parent.tails[len(key)] = parent.tails.get(len(key), 0) + 1
+                parent.tails = {**parent.tails, len(key): parent.tails.get(len(key), 0) + 1}
         return found
 
     def tokens_of(self, path: Sequence[Node]) -> int:
@@ -215,9 +220,8 @@ class PrefixTree:
         del parent.children[key]
         node.parent = None
         if len(key) < self.page_size:
-            parent.tails[len(key)] -= 1
-            if not parent.tails[len(key)]:
-                del parent.tails[len(key)]
+            left = {n: count - (n == len(key)) for n, count in parent.tails.items()}
+            parent.tails = {n: count for n, count in left.items() if count} or _NO_TAILS
 
     # --------------------------------------------------------------------------------------------------- eviction
     def evict(self, group: int) -> tuple[Node, Evicted] | None:

@@ -63,7 +63,7 @@ class HostTier:
         host_page = self.free[group].popleft()
         if node.parent is not None and not any(node.saved):
             node.parent.saved_kids += 1
-        node.saved[group] = host_page
+        node.saved = [*node.saved[:group], host_page, *node.saved[group + 1 :]]
         self.cached[group] += 1
         self._ops.save(group, page, host_page)
         self._count(0, group)
@@ -169,7 +169,7 @@ class HostTier:
     def _forget_page(self, node: Node, group: int) -> None:
         self.free[group].append(node.saved[group])
         self.cached[group] -= 1
-        node.saved[group] = NULL_PAGE
+        node.saved = [*node.saved[:group], NULL_PAGE, *node.saved[group + 1 :]]
         self.forgotten_tokens += len(node.key) if group == 0 else 0  # type: ignore[arg-type]
         if node.parent is not None and not any(node.saved):
             node.parent.saved_kids -= 1

@@ -428,7 +428,7 @@ def a_forgotten_copy_is_still_used(m: Patch) -> None:
     def forget(f, self, node, group):
         host_page = node.saved[group]
         f(self, node, group)
-        node.saved[group] = host_page
+        node.saved = [*node.saved[:group], host_page, *node.saved[group + 1 :]]
     wrapped(m, HostTier, "_forget_page", forget)
 
 
