@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from training.heads import DFlash, DSpark, Eagle3, Shape
@@ -39,6 +39,23 @@ def round_weights(head: nn.Module) -> None:
         if weight.ndim == 2:
             stored, scale = eight_bits(weight)
             weight.copy_(stored.float() * scale.float())
+
+
+@torch.no_grad()
+def load(head: nn.Module, folder: Path) -> None:
+    """Continues from a checkpoint that `save` wrote, of a head of the same shape. Raises ValueError."""
+    stored, own = load_file(folder / "model.safetensors"), head.state_dict()
+    wrong = [name for name, weight in own.items() if name not in stored or stored[name].shape != weight.shape]
+    if wrong:
+        raise ValueError(f"{folder} holds a head of another shape: {', '.join(wrong)}")
+    for name, weight in own.items():
+        weight.copy_(stored[name].float() * stored.get(f"{name}_scale", torch.ones(())).float())
+
+
+def vocabulary_of(folder: Path) -> torch.Tensor:
+    """Target ids of a reduced vocabulary, [D] int64."""
+    mapping = load_file(folder / "model.safetensors")["d2t"]
+    return mapping + torch.arange(len(mapping))
 
 
 def tensors_of(head: nn.Module) -> Tensors:

@@ -98,6 +98,23 @@ def test_training_learns(kind: str, teacher: Teacher, tmp_path: Path):
     assert min(losses[-5:]) < 0.6 * losses[0]
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_training_goes_on_from_a_checkpoint(kind: str, teacher: Teacher, tmp_path: Path):
+    head = make_head(kind, teacher)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+    save_head(kind, tmp_path / kind, head, teacher)
+    other = make_head(kind, teacher)
+    export.load(other, tmp_path / kind)
+    for name, weight in head.state_dict().items():
+        assert torch.allclose(other.state_dict()[name], weight, atol=1e-6), name
+    if kind == "eagle3":
+        assert torch.equal(export.vocabulary_of(tmp_path / kind), head.ids)
+    with pytest.raises(ValueError, match=r"another shape.*norm\.weight"):
+        export.load(torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(5)}), tmp_path / kind)
+
+
 def test_labels_are_the_ids_after_the_anchor(tmp_path: Path):
     answers = Answers()
     for i in range(16):
