@@ -780,12 +780,14 @@ class _Resolution:
         held = [count - 1 for count in pages]  # but for the null page
         if min(held) < 1:  # refused for that already
             return ()
-        share = asked / sum(count * size for count, size in zip(held, page_bytes))
+        ranks = self.config.parallel.tensor_parallel_size
+        share = asked / ranks / sum(count * size for count, size in zip(held, page_bytes))
         host_pages = tuple(int(count * share) for count in held)
         cpu = next((found for found in self.facts.devices if found.kind == "cpu"), device)
-        free = cpu.memory_free - (memory.budget if device.kind == "cpu" else 0)
+        free = cpu.memory_free - (ranks * memory.budget if device.kind == "cpu" else 0)
         if min(host_pages) < 1:
-            least = max(sum(count * size for count, size in zip(held, page_bytes)) // count + 1 for count in held)
+            whole = sum(count * size for count, size in zip(held, page_bytes))
+            least = ranks * max(whole // count + 1 for count in held)
             self._refuse(f"--kv-host-bytes {gib(asked)}", f"page size {self.config.kv.page_size or DEFAULT_PAGE_SIZE}",
                          "it does not hold one page of each KV group",
                          f"give {gib(least)} or more, or a smaller --page-size")

@@ -400,6 +400,11 @@ def with_times(packed: np.ndarray, seconds: float, moved: Sequence[Moved]) -> np
     return np.concatenate([packed, np.asarray(words, dtype=np.int32).reshape(-1)])
 
 
+def without_times(packed: np.ndarray) -> np.ndarray:
+    """What a packed result tells of the rows: the same on every rank, however long each of them took."""
+    return _times(packed)[0][RESULT_HEADER:]
+
+
 def _times(packed: np.ndarray) -> tuple[np.ndarray, float, list[Moved]]:
     """The packed result without its times, and the times."""
     count = int(packed[_MOVED])

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from stretto.device.streams import DeviceHalf
 from stretto.model.shard import Shard
 from stretto.sample.features import StepShape
-from stretto.wire import HEADER, RESULT_HEADER, split_plan
+from stretto.wire import HEADER, split_plan, without_times
 
 PLAN, MASK, WARM_UP, CLOSE = "plan", "mask", "warm up", "close"
 BLAME_SECONDS = 2.0  # in which a rank that fails can say so
@@ -143,7 +143,7 @@ class RanksDevice:
 
 def check_sum(packed: np.ndarray) -> int:
     """Of a packed result, without the times in its header, which differ from rank to rank."""
-    return zlib.crc32(np.ascontiguousarray(packed[RESULT_HEADER:]).tobytes())
+    return zlib.crc32(np.ascontiguousarray(without_times(packed)).tobytes())
 
 
 def serve_rank(device: DeviceHalf, leader: Connection, depth: int) -> None:

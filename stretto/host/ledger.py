@@ -378,7 +378,8 @@ class Ledger:
             self._ops.fence(lease.arrives)
 
     def moved(self, done: Moved) -> None:
-        """The copies of a plan are done."""
+        """The copies of a plan are done. Other ranks may not be so far: the next step makes sure of it."""
+        self._ops.fence(done.seq)
         self._copied = max(self._copied, done.seq)
         while self._copying and self._copying[0][0] <= done.seq:
             seq, key = self._copying.popleft()
