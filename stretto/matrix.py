@@ -43,6 +43,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("session: append", "a second turn that sent only what was new, and computed only that", "session"),
     *(Feature(f"drafter {name}", "drafts that were verified", "drafter")
       for name in ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp", "dflash", "dspark")),
+    Feature("elastic speculation", "rows that were given fewer drafts than they may have, by gain and cost"),
     Feature("logprobs", "a log-probability for every token, equal to the model's own"),
     Feature("prompt logprobs", "a log-probability for every token of the prompt, equal to the model's own"),
     Feature("penalties", "tokens that would have been others without repetition, presence and frequency penalties"),

@@ -29,6 +29,8 @@ from stretto.bench.tiny import write_tiny
 from stretto.engine.adapters import AdapterLoader
 from stretto.engine.core import EngineCore
 from stretto.host.adapters import Adapters
+from stretto.host.cost import CostModel, StepWork
+from stretto.host.elastic import Elastic
 from stretto.host.grammar import Grammars
 from stretto.logit_processors import RowProcessor
 from stretto.model.api import CausalModel
@@ -49,6 +51,8 @@ VOCAB, CONTEXT, NEW, WINDOW, CHUNK = 300, 640, 24, 16, 8
 LETTERS = range(ord("a"), ord("f") + 1)
 WORD = Grammar("regex", f"[a-f]{{{NEW}}}")
 SEED = 77
+# Seconds of a step: drafts cost little in a step of a few tokens, and much in a larger one.
+COSTS = [(StepWork(1, tokens, 0), seconds) for tokens, seconds in ((1, 0.010), (6, 0.0105), (16, 0.04), (64, 0.3))]
 DRAFTERS = ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp", "dflash", "dspark")
 
 
@@ -74,7 +78,8 @@ def make_lab(folder: Path, window: bool, dtype: str, device: str = "cpu", lora: 
     tensors = load_file(tiny.path / "model.safetensors")
     kept = {name: t.to(getattr(torch, dtype)).float() for name, t in tensors.items() if "mtp_layers" not in name}
     made.load_state_dict(kept)
-    lab = Lab(model, target_of(model, tiny.path, "tiny"), tiny.drafters | {"suffix": "suffix"}, made)
+    lab = Lab(model, target_of(model, tiny.path, "tiny"), tiny.drafters | {
+        "suffix": "suffix", "ngram": "ngram:longest=4,shortest=1"}, made)
     if bank is None:
         return lab
     adapter = save_adapter(folder / "adapter", made, (*ATTENTION, *MLP), size=0.1)
@@ -158,10 +163,19 @@ class MatrixRun:
         return make_engine(self.lab.model, self.lab.drafters[self.drafter] if self.drafter else None, self.lab.target,
                            setup, Grammars(partial(vocabulary, tokenizer, VOCAB, [EOS]), VOCAB), frozenset({EOS}),
                            partial(IncrementalText.for_request, tokenizer),
-                           check_processor=REGISTRY.check, **({"adapters": Adapters(1)} if self.lora else {}))
+                           check_processor=REGISTRY.check, **self._limits(setup))
+
+    def _limits(self, setup: Setup) -> dict:
+        """What HostLimits has besides."""
+        limits: dict = {"adapters": Adapters(1)} if self.lora else {}
+        if "elastic speculation" in self.on:
+            limits["elastic"] = Elastic(CostModel(COSTS, setup.budget), setup.slots, (0, 2, setup.width), exact=True,
+                                        on_host=self.drafter == "suffix")
+        return limits
 
     def _equip(self) -> None:
         """What an engine is started with besides: room for adapters, processors of the server's."""
+        self.core.host._clock._clock = lambda: 0.0  # costs stay what they were said to be
         runner = self.core.device.runner  # type: ignore[attr-defined]
         table = runner.table
         if "logit processor" in self.on:
@@ -333,6 +347,10 @@ class MatrixRun:
     def counter(self, name: str) -> int:
         return int(self.core.stats().counters[name])
 
+    def narrowed(self) -> int:
+        """Rows that were given fewer drafts than they may have."""
+        return sum(self.counter(f"elastic_chosen.{n}") for n in range(self.core.host.limits.width))
+
     def usages(self, column: str) -> int:
         last = [outputs[-1].usage for asked in self.focus for outputs in asked.outputs.values()]
         return sum(getattr(usage, column) for usage in last if usage is not None)
@@ -387,6 +405,7 @@ EVIDENCE: dict[str, Callable[[MatrixRun], object]] = {
     "grammar": lambda run: min(run.counter("masked_positions"), run.counter("grammar_ends")),
     "n > 1": lambda run: min(run.counter("forks"), sum(len(asked.ids(1)) for asked in run.focus)),
     "streaming": MatrixRun.pieces,
+    "elastic speculation": lambda run: min(run.counter("elastic_speculating_steps"), run.narrowed()),
     "logit processor": lambda run: run.replay.seen["processed"],
     "LoRA adapter": lambda run: run.counter("steps") if run.tells_adapter_from_model() else 0,
     **{f"page size {size}": MatrixRun.pages for size in (1, 16, 64, 256)},

@@ -23,13 +23,15 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "session": ("", "session: tag", "session: append"),
     **{name: ("", name) for name in ("mixed chunk", "overlap", "retraction", "abort", "prefix cache", "host memory",
                                      "window", "logprobs", "prompt logprobs", "penalties", "seed", "grammar", "n > 1",
-                                     "streaming", "logit processor", "LoRA adapter")}}
+                                     "streaming", "logit processor", "LoRA adapter", "elastic speculation")}}
 RANDOM = 120  # further cells of the whole product
 
 
 def allowed(cell: Cell) -> bool:
-    """Of what is refused there is no cell."""
+    """Of what is refused there is no cell, nor of drafts that nobody makes."""
     on = set(cell.values())
+    if cell.get("drafter") == "" and cell.get("elastic speculation"):
+        return False
     return not any({refusal.first, refusal.second} <= on for refusal in REFUSALS)
 
 
