@@ -206,15 +206,16 @@ def run_logprobs(engine, prompt: list[int]) -> tuple[list[int], list[float]]:
     return score.top_ids, score.top_logprobs
 
 
-def test_later_ids_under_retraction_overlap_and_mixed_steps(tiny, likeness) -> None:
+@pytest.mark.parametrize("n", [32, pytest.param(200, marks=pytest.mark.full)])
+def test_later_ids_under_retraction_overlap_and_mixed_steps(tiny, likeness, n: int) -> None:
     """Four ids of many seeds, in a pool so small that rows come and go and are drafted anew."""
-    lab, n = lab_of(tiny, likeness), 80
+    lab = lab_of(tiny, likeness)
     prompt = [3, 7, 11]
     asks = [Ask(str(i), prompt, SamplingParams(seed=i, temperature=WARM, top_k=2, max_tokens=28)) for i in range(n)]
     engine = make_engine(lab.model, lab.drafter, lab.target,
                          lab.setup(page_size=4, pool_tokens=64, chunk=2, budget=40, overlap=True, slots=6))
     got = run(engine, asks)
-    assert counters(engine)["retractions"] > 2 and counters(engine)["mixed_steps"] > 20
+    assert counters(engine)["retractions"] > 0 and counters(engine)["mixed_steps"] > 20
     assert 0.2 < counters(engine)["accepted"] / counters(engine)["drafted"] < 0.95
     seen = Counter(tuple(a.token_ids[:4]) for a in got.values())
     expected = joint(lab, prompt, 4)
