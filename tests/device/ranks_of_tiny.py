@@ -29,6 +29,7 @@ class Tiny:
     drafts: int = 0
     broken: int = -1  # this rank reads the logits of the others wrongly
     dies: int = -1  # this rank ends before its first step
+    host_pages: int = 0  # of each group
 
 
 def half_of(tiny: Tiny, shard: RankShard) -> tuple[DeviceHalf, int]:
@@ -46,4 +47,7 @@ def rank_half(tiny: Tiny, shard: RankShard) -> tuple[DeviceHalf, CausalModel]:
     kv = KVCache(model.layers, groups, [PAGES] * len(groups), PAGE, model.dtype, model.device)
     table = SlotTable(SLOTS, CONTEXT, PAGE, len(groups), model.device)
     drafter = NgramDrafter(tiny.drafts) if tiny.drafts else None
-    return make_device(Runner(model, TorchRagged(), kv, table, drafter), tiny.overlap), model
+    runner = Runner(model, TorchRagged(), kv, table, drafter)
+    if tiny.host_pages:
+        runner.keep_on_host([tiny.host_pages] * len(groups))
+    return make_device(runner, tiny.overlap), model

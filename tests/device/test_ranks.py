@@ -26,6 +26,7 @@ from stretto.model.load import load_model
 from stretto.model.shard import Shard, cut_heads, heads_of, rows_of
 from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo
+from stretto.testing import AlwaysCopy
 from tests.device.ranks_of_tiny import CONTEXT, PAGE, PAGES, SLOTS, Tiny, half_of, rank_half
 from tests.engine.small import VOCAB, Oracle, Run, greedy, save_tiny
 
@@ -42,7 +43,9 @@ def engine(tiny: Tiny) -> Iterator[EngineCore]:
     try:
         own, model = rank_half(tiny, ranks.join())
         device = ranks.lead(own)
-        limits = HostLimits(page_size=PAGE, pages=(PAGES,) * len({s.window for s in model.layers}),
+        groups = len({s.window for s in model.layers})
+        limits = HostLimits(page_size=PAGE, pages=(PAGES,) * groups, rates=AlwaysCopy(),
+                            host_pages=(tiny.host_pages,) * groups if tiny.host_pages else (),
                             windows=tuple(sorted({s.window for s in model.layers}, key=lambda w: (w is not None, w))),
                             max_slots=SLOTS, max_model_len=CONTEXT, chunk=7, budget=40, width=tiny.drafts,
                             depth=int(tiny.overlap), seeds=random.Random(0))
@@ -76,6 +79,22 @@ def test_two_ranks_give_the_text_of_one(tmp_path: Path, family: str, drafts: int
             assert run.ids(f"greedy {i}") == oracle.answer(prompt, TOKENS)
             assert len(run.ids(f"sampled {i}")) == TOKENS
         assert run.counters["mixed_steps"] > 0 and (run.counters["drafted"] > 0) == bool(drafts)
+
+
+def test_ranks_copy_their_part_of_a_page_to_host_memory_and_back(tmp_path: Path):
+    """How long that takes is each rank's own affair, and no part of what they must agree on."""
+    oracle = Oracle(None, save_tiny(tmp_path, "llama"))  # type: ignore[arg-type]
+    prompts = [[(7 * seed + i * (seed + 3)) % VOCAB for i in range(180)] for seed in range(3)]
+    with engine(Tiny(tmp_path, drafts=3, host_pages=400)) as core:
+        run = Run(core)
+        for wave in range(2):
+            for i, prompt in enumerate(prompts):
+                run.submit(f"{wave}.{i}", prompt, greedy(8))
+                run.finish()
+        for wave in range(2):
+            for i, prompt in enumerate(prompts):
+                assert run.ids(f"{wave}.{i}") == oracle.answer(prompt, 8)
+        assert run.counters["host_saved_tokens"] > 0 and run.counters["host_restored_tokens"] > 0
 
 
 def test_case_6_11_a_rank_that_computes_something_else_ends_the_engine(tmp_path: Path):
