@@ -18,7 +18,6 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-
 FIXED_ROWS = 64  # of a block, where rounding may not depend on the batch
 
 
