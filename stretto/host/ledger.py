@@ -725,6 +725,11 @@ class Ledger:
     def repair(self, leases: Sequence[Lease]) -> list[Lease]:
         """After a broken check: makes the books follow what is held, so that later checks mean something. Leases with a
         page that is also free, shared, or held by another are fenced and returned. A page that nobody holds is lost."""
+        if self.tier is not None:
+            try:
+                self.tier.audit(self.tree.nodes())
+            except HostFault:
+                self.tier.reset(self.tree.nodes())
         owners = [Counter(n.pages[g] for n in self.tree.nodes()) + Counter(set(self.free[g])) for g in self._groups]
         for g, counts in enumerate(owners):
             counts.update(page for lease in leases for page in _own(lease, g))

@@ -213,6 +213,16 @@ class HostTier:
             if len(self.free[g]) + self.cached[g] != n:
                 raise HostFault(f"group {g}: {len(self.free[g])} free + {self.cached[g]} cached host pages are not {n}")
 
+    def reset(self, nodes: Sequence[Node]) -> None:
+        """After a broken check: no copy is trusted any longer. `nodes`: all of the tree, parents first."""
+        for node in reversed(nodes):
+            node.saved, node.saved_kids = [NULL_PAGE] * len(self.n_pages), 0
+        self.free = [deque(range(1, n + 1)) for n in self.n_pages]
+        self.cached = [0] * len(self.n_pages)
+        self._leaves, self._window_pages = [], [[] for _ in self.n_pages]
+        for node in reversed(nodes):
+            self._settle(node)
+
     def audit(self, nodes: Sequence[Node]) -> None:
         """Every host page in exactly one place, and every copy can be forgotten. O(pages)."""
         self.check()

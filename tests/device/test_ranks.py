@@ -81,6 +81,7 @@ def test_two_ranks_give_the_text_of_one(tmp_path: Path, family: str, drafts: int
         assert run.counters["mixed_steps"] > 0 and (run.counters["drafted"] > 0) == bool(drafts)
 
 
+@pytest.mark.full
 def test_ranks_copy_their_part_of_a_page_to_host_memory_and_back(tmp_path: Path):
     """How long that takes is each rank's own affair, and no part of what they must agree on."""
     oracle = Oracle(None, save_tiny(tmp_path, "llama"))  # type: ignore[arg-type]

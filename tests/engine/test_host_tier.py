@@ -12,6 +12,7 @@ import pytest
 from stretto.device.kv import Pages
 from stretto.device.streams import CpuMoves, InlineDevice
 from stretto.engine.llm import LLM
+from stretto.protocol import Output
 from stretto.replay import Crowd, OneShot
 from stretto.wire import HEADER, split_plan
 from tests.engine.small import VOCAB, Oracle, Run, greedy, make_core, save_tiny
@@ -28,6 +29,10 @@ def prompt(seed: int, n: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(n)]
 
 
+def scores(outputs: list[Output]) -> list[float]:
+    return [score.logprob for output in outputs for score in output.logprobs or [] if score.logprob is not None]
+
+
 @pytest.fixture(scope="module")
 def oracles(tmp_path_factory) -> dict[str, tuple[Oracle, OneShot]]:
     made = {}
@@ -37,9 +42,8 @@ def oracles(tmp_path_factory) -> dict[str, tuple[Oracle, OneShot]]:
     return made
 
 
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("window", ["off", "16"])
-@pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
+@pytest.mark.parametrize(("page", "overlap", "window"), [
+    *((page, page == 16, window) for page in PAGES for window in ("off", "16"))])
 def test_a_prefix_that_left_the_device_comes_back(oracles, page: int, window: str, overlap: bool):
     oracle, answer = oracles[window]
     length = min(250, POOL[page]) // page * page - 10 if page < 256 else 240
@@ -49,12 +53,14 @@ def test_a_prefix_that_left_the_device_comes_back(oracles, page: int, window: st
     prompts = [prompt(seed, length) for seed in range(3)]
     for turn in range(2):
         for i, tokens in enumerate(prompts):
-            run.submit(f"{turn}.{i}", tokens, greedy(5))
+            run.submit(f"{turn}.{i}", tokens, greedy(5, logprobs=0))
             run.finish()
     core.close()
     for turn in range(2):
         for i, tokens in enumerate(prompts):
             assert run.ids(f"{turn}.{i}") == answer(tokens, greedy(5))
+            assert scores(run.outputs[f"{turn}.{i}", 0]) == pytest.approx(
+                scores(answer.outputs(tokens, greedy(5, logprobs=0))), abs=1e-3)
     restored = run.counters["host_restored_tokens"]
     assert (restored > 0) == (page < 256), "a prompt shorter than a page leaves nothing to restore"
     if page < 256:

@@ -470,6 +470,25 @@ def test_what_may_happen_while_pages_come_back(then: str):
     h.finish()
 
 
+@pytest.mark.parametrize("breaks", ["a page is lost", "a page has two owners"])
+def test_broken_books_of_host_memory_cost_the_copies_and_no_more(breaks: str):
+    h = tier_world(strict=False)
+    for seed in (1, 2, 3):
+        submit(h, prompt_of(60, seed), max_tokens=2)
+        h.drain_only()
+    tier = h.half.ledger.tier
+    assert tier is not None and any(tier.cached)
+    if breaks == "a page is lost":
+        tier.free[0].pop()
+    else:
+        tier.free[0].append(next(node.saved[0] for node in h.half.ledger.tree.nodes() if node.saved[0]))
+    rid = submit(h, prompt_of(60, 4), max_tokens=2)
+    h.drain_only()
+    assert ended(h, rid).tokens == answer_of(prompt_of(60, 4), max_tokens=2)
+    assert h.half.counters.broken_books == 1 and h.half.counters.faults == 0
+    h.finish()
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_branch_and_a_rewind_of_a_session_that_is_on_the_host(page_size: int):
     h = tier_world(page_size=page_size, pages=(96 // page_size,), host_pages=(200,))

@@ -133,7 +133,7 @@ def cells_lie_one_place_early(monkeypatch) -> None:
     ("eagle3", hidden_states_of_pages_do_not_travel, check_host_tier),
     ("dflash", a_drafters_cells_do_not_travel, check_host_tier),
     ("eagle3", pages_come_back_in_another_order, check_host_tier),
-    ("standalone", values_do_not_travel, check_host_tier),
+    pytest.param("standalone", values_do_not_travel, check_host_tier, marks=pytest.mark.full),
 ])
 def test_the_kit_catches(labs, monkeypatch, kind: str, mutant, check) -> None:
     mutant(monkeypatch)
