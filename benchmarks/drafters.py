@@ -27,7 +27,7 @@ from stretto import __version__
 from stretto.engine.llm import LLM, Completion
 from stretto.params import SamplingParams
 
-DRAFTERS = ("off", "ngram", "eagle3", "dflash", "dspark")
+DRAFTERS = ("off", "ngram@4", "eagle3@4", "dflash@7", "dspark@7")
 CONVERSATION = "conversation"  # Spec-Bench's questions of MT-bench, of eight kinds
 TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 LONGEST = 3072  # tokens of prompt and answers
@@ -156,7 +156,7 @@ def lengths_of(engines: dict[str, LLM], asked: list[Question], temperatures: Seq
         for name, llm in engines.items():
             began = time.perf_counter()
             counts, ids = answer_all(llm, asked, temperature, tokens)
-            plain = ids if plain is None else plain
+            plain = plain or ids
             kinds = list(counts)
             entry = {kind: {**asdict(c), "length": c.length} for kind, c in counts.items()}
             entry |= {"spec_bench": overall(counts, spec_bench), "all": overall(counts, kinds),
@@ -209,7 +209,8 @@ def main(data: Path, *, model: str | None = None, drafters: tuple[str, ...] = DR
          temperatures: tuple[float, ...] = (0.0, 1.0), tokens: int = 512, seqs: int = 128,
          rows: tuple[int, ...] = (1, 8, 32), speed_prompts: int = 32, speed_tokens: int = 128, rounds: int = 3,
          kv_tokens: int = 262_144, output: Path | None = None) -> None:
-    """data: the folder with eval/.  drafters: as after --speculation; NAME@K offers K drafts; the first is "off".
+    """data: the folder with eval/.  drafters: as after --speculation; NAME@K offers K drafts, NAME alone
+    what each step finds worth it; "off" is needed for speeds, and first.
     questions_each: of every category of Spec-Bench (default: all).  gsm8k: questions of its test set.
     tokens: most of an answer.  seqs: answers at once for the lengths.  rows: for the speed, each in turn; none for no
     speeds.  speed_prompts, speed_tokens, rounds: of the speed."""
