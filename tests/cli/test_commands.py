@@ -57,7 +57,7 @@ def test_each_command_has_help(stretto, command: str):
 @pytest.mark.parametrize(("tokens", "code", "message"), [
     (["explain", "--max-model-length", "3"], 2, "Did you mean --max-model-len"),
     (["explian"], 2, "explain"),
-    (["explain", "--enable-lora"], 2, "--enable-lora is not a setting of this engine"),
+    (["explain", "--swap-space", "4"], 2, "--swap-space"),
     (["explain", "--kv-memory", "lots"], 2, "--kv-memory: 'lots' is not a number"),
     (["explain", "--config", "none.yaml"], 2, "none.yaml cannot be read"),
     (["explain", "./nowhere"], 1, "no such file or folder"),
