@@ -116,7 +116,8 @@ def test_every_setting_is_told():
               "acceptance_method"}  # elsewhere, or only with a drafter
     told = {"lora_modules": "LoRA adapters", "enable_lora": "LoRA adapters", "max_loras": "LoRA adapters",
             "max_lora_rank": "LoRA adapters", "mixed_chunk": "mixed steps", "cap_policy": "cap policy",
-            "prefix_caching": "prefix caching", "kv_memory": "KV memory", "chat_template": "chat template", "enforce_eager": "CUDA graphs"}
+            "prefix_caching": "prefix caching", "kv_memory": "KV memory", "chat_template": "chat template",
+            "enforce_eager": "CUDA graphs"}
     features = {d.feature for d in resolve(Config(), facts()).decisions}
     for section in (ModelSection, KVSection, ScheduleSection, SpeculationSection, LoraSection, ParallelSection):
         for setting in fields(section):

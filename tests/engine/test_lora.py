@@ -99,7 +99,8 @@ def test_adapters_of_every_kind_of_layer(adapted, family: str):
 
 @pytest.mark.parametrize("options", [
     dict(overlap=False, page_size=1), dict(page_size=16, prefix_cache=False),
-    dict(pool_tokens=80, page_size=4, slots=8), dict(page_size=64, mixed=False)], ids=["page 1", "no prefix cache", "small pool", "not mixed"])
+    dict(pool_tokens=80, page_size=4, slots=8), dict(page_size=64, mixed=False),
+], ids=["page 1", "no prefix cache", "small pool", "not mixed"])
 def test_adapters_under_other_conditions(adapted, options: dict):
     run = check_all(adapted["llama"], adapted["llama"].core(chunk=7, budget=40, **options))
     if "pool_tokens" in options:

@@ -184,10 +184,10 @@ def pins_cannot_be_reclaimed(m: Patch) -> None:
 
 
 def drop_forgets_the_last_page(m: Patch) -> None:
-    def drop(f, self, lease):
+    def drop(f, self, lease, useful=None):
         for pages in lease.pages:
             del pages[max(len(lease.nodes), len(pages) - 1):]
-        f(self, lease)
+        f(self, lease, useful)
     wrapped(m, Ledger, "drop", drop)
 
 
@@ -408,8 +408,13 @@ def a_page_that_comes_back_is_not_fenced(m: Patch) -> None:
     wrapped(m, Ledger, "_come_back", come_back)
 
 
-def copies_count_as_done_too_early(m: Patch) -> None:
-    wrapped(m, Ledger, "moved", lambda f, self, done: f(self, Moved(done.seq + 1, 0.0, 0.0)))
+def told_of_copies(ahead: int, waits: bool) -> Callable[[Patch], None]:
+    """The books run `ahead` of what the device has told; whether the next step `waits` for what it has told."""
+    def moved(f, self, done):
+        fence = self._ops._fence
+        f(self, Moved(done.seq + ahead, 0.0, 0.0))
+        self._ops._fence = max(fence, done.seq) if waits else fence
+    return lambda m: wrapped(m, Ledger, "moved", moved)
 
 
 def another_pages_copy_comes_back(m: Patch) -> None:
@@ -601,6 +606,18 @@ class CopiesWhenAwaited(FakeDevice):
     slow = True
 
 
+class CopiesToldByAnotherRank(FakeDevice):
+    """No mutant: the rank that tells what is done is ahead of this one, which copies when a step waits for it."""
+
+    slow, told = True, -1
+
+    def finish_copies(self, fence):
+        done = {moved.seq for moved in super().finish_copies(fence)} | {seq for seq, _ in self.copies}
+        news = sorted(seq for seq in done if seq > self.told)
+        self.told = max(news, default=self.told)
+        return [Moved(seq, 1e-5, 1e-5) for seq in news]
+
+
 class CopiesInAnyOrder(FakeDevice):
     def finish_copies(self, fence):
         self.rng.shuffle(self.copies)
@@ -716,7 +733,9 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None] | type[FakeDevice], dict]] = {
         TIER, room=1.3, most_waiting=1, poison=False, budget=8, device=CopiesWhenAwaited)),
     "pages_taken_before_they_are_saved": (pages_taken_before_they_are_saved, TIER),
     "a_page_that_comes_back_is_not_fenced": (a_page_that_comes_back_is_not_fenced, dict(SLOW, poison=False)),
-    "copies_count_as_done_too_early": (copies_count_as_done_too_early, SLOW),
+    "copies_count_as_done_too_early": (told_of_copies(ahead=1, waits=True), SLOW),
+    "other_ranks_are_not_waited_for": (told_of_copies(ahead=0, waits=False), dict(
+        TIER, device=CopiesToldByAnotherRank)),
     "another_pages_copy_comes_back": (another_pages_copy_comes_back, TIER),
     "a_host_page_with_two_owners": (a_host_page_with_two_owners, dict(TIER, host_room=0.3)),
     "a_forgotten_copy_is_still_used": (a_forgotten_copy_is_still_used, dict(TIER, host_room=0.3)),
