@@ -24,7 +24,7 @@ from stretto.cli.findings import at_least, tell
 from stretto.cli.options import ENGINE, EngineOptions, Json
 from stretto.cli.starting import expected_failures, prepare_or_fail
 from stretto.config import Config, DeviceFacts
-from stretto.engine.build import Prepared
+from stretto.engine.prepare import Prepared
 from stretto.text.tokenizer import load_tokenizer
 
 

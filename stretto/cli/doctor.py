@@ -26,8 +26,8 @@ from stretto.cli.options import SERVER, ServerOptions
 from stretto.cli.starting import expected_failures
 from stretto.compat import ConfigError
 from stretto.config import MIB, Config, SpeculationSection, gib
-from stretto.engine.build import Prepared, prepare
 from stretto.engine.llm import LLM
+from stretto.engine.prepare import Prepared, prepare
 from stretto.facts import device_facts, usable_cores
 from stretto.model.hub import cache_folder
 from stretto.params import SamplingParams

@@ -20,11 +20,12 @@ from stretto.cli.failures import EXIT_FAILED, CommandFailed
 from stretto.cli.options import ENGINE, EngineOptions
 from stretto.cli.remote import key_of, server_address
 from stretto.cli.serve import START_CORE
-from stretto.config import Config, check_values
+from stretto.config import Config
 from stretto.engine.client import EngineClient
 from stretto.engine.locate import Deferred, locate
 from stretto.model.hub import DEFAULT_NAME, ModelNotFound
 from stretto.protocol import EngineDead
+from stretto.resolve import check_values
 from stretto.serve.app import build_app
 from stretto.serve.settings import ServeSettings
 from stretto.text.gguf_file import GGUFError

@@ -16,11 +16,12 @@ from stretto.cli.failures import CommandFailed
 from stretto.cli.options import SERVER, ServerOptions
 from stretto.cli.report import print_report
 from stretto.compat import ConfigError, Refusal
-from stretto.config import Config, check_values
+from stretto.config import Config
 from stretto.engine.locate import Deferred, locate
 from stretto.logs import set_up_logging
 from stretto.model.hub import DEFAULT_NAME, ModelNotFound
 from stretto.protocol import EngineInfo
+from stretto.resolve import check_values
 from stretto.serve import tracing
 from stretto.serve.server import Model, run_server
 from stretto.serve.settings import ServeSettings

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from stretto.cli.failures import CommandFailed
 from stretto.config import Config
-from stretto.engine.build import START_FAILURES, Prepared, prepare
+from stretto.engine.prepare import START_FAILURES, Prepared, prepare
 from stretto.protocol import EngineDead
 
 

@@ -18,10 +18,11 @@ from typing import Any, Literal
 import numpy as np
 
 from stretto.config import Config
-from stretto.engine.build import build_core, prepare
+from stretto.engine.build import build_core
 from stretto.engine.inprocess import InProcessEngine
 from stretto.engine.llm import GenerationError, Message, Prompt, make_config
 from stretto.engine.locate import configured_tokenizer
+from stretto.engine.prepare import prepare
 from stretto.params import SamplingParams
 from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, SessionTurn
 from stretto.text.tokenizer import Tokenizer

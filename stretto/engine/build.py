@@ -1,8 +1,7 @@
 """From a configuration to an engine: find the model, resolve, load, allocate, join the halves.
 
-    Config --prepare--> Prepared (path, facts, resolved: nothing is loaded)  --build_core--> EngineCore
-
-`Prepared` is plain data, so it can travel to the process that will hold the engine.
+    Prepared (prepare.py: nothing is loaded)  --build_core-->  EngineCore
+                                              --rank_half-->   the device half of another rank
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ import os
 import random
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -23,14 +21,8 @@ from stretto.attn.api import AttentionBackend
 from stretto.attn.select import choose_backend
 from stretto.compat import ConfigError, Refusal, attention_component, attention_features, check
 from stretto.config import (
-    DEFAULT_DRAFT_TOKENS,
-    Config,
-    DrafterFacts,
-    Facts,
-    KVGroupFacts,
     Resolved,
     gib,
-    resolve,
 )
 from stretto.device.graphs import bucket_of, usual_shapes
 from stretto.device.host_pages import PinError
@@ -40,11 +32,11 @@ from stretto.device.slots import SlotTable
 from stretto.device.streams import DeviceHalf, make_device
 from stretto.engine.adapters import AdapterLoader
 from stretto.engine.core import EngineCore
-from stretto.engine.locate import Located, locate
+from stretto.engine.locate import Located
 from stretto.engine.loop import StartFailed
+from stretto.engine.prepare import START_FAILURES, Prepared, not_fixed, prepare_located
 from stretto.engine.ranks import Ranks, rank_device
 from stretto.engine.step_times import StepTimes, cached
-from stretto.facts import gather_facts
 from stretto.host.adapters import Adapters
 from stretto.host.cost import CostModel
 from stretto.host.elastic import Elastic
@@ -52,14 +44,12 @@ from stretto.host.grammar import Grammars
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostDrafter, HostLimits
 from stretto.model.api import CausalModel
-from stretto.model.config import ConfigError as ModelConfigError
 from stretto.model.config import read_config, token_ids
 from stretto.model.gguf import gguf_config
-from stretto.model.hub import ModelNotFound, cache_folder
-from stretto.model.load import build_on_meta, load_model
+from stretto.model.hub import cache_folder
+from stretto.model.load import load_model
 from stretto.model.lora import AdapterBank
 from stretto.model.pooling import pooling_facts
-from stretto.model.registry import find_builder
 from stretto.model.shard import Shard
 from stretto.model.source import WeightError
 from stretto.params import SamplingParams
@@ -68,60 +58,16 @@ from stretto.report import start_report
 from stretto.sample.custom import CustomProcessors, ProcessorError, Registry
 from stretto.sample.logprobs import Reporting
 from stretto.sample.rejection import Proposals
-from stretto.spec.context import DrafterError, Target
-from stretto.spec.registry import drafter_sizes, make_drafter, make_host_drafter
-from stretto.text.gguf_file import GGUFError
+from stretto.spec.context import DrafterError
+from stretto.spec.registry import make_drafter, make_host_drafter
 from stretto.text.grammar import GrammarTokenizer, vocabulary
 from stretto.text.stream import IncrementalText
-from stretto.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """(what, done, of how many): loading and warm-up."""
-
-START_FAILURES = (ModelNotFound, ModelConfigError, WeightError, TokenizerError, GGUFError, DrafterError)
-"""By which a model refuses to start; their messages are for the user."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Everything that is known before weights are loaded."""
-
-    path: Path
-    tokenizer_path: Path
-    facts: Facts
-    resolved: Resolved
-    target: Target  # what a drafter may know of the model
-    timings: dict[str, float] = field(default_factory=dict)  # seconds
-
-
-def prepare(config: Config) -> Prepared:
-    """Finds the model (fetching it if need be), reads its headers and resolves the configuration.
-
-    Raises ModelNotFound, model.config.ConfigError, WeightError, and compat.ConfigError with every refusal."""
-    started = time.perf_counter()
-    located = locate(config)
-    found = time.perf_counter() - started
-    prepared = prepare_located(located)
-    return replace(prepared, timings={"find model": found} | prepared.timings)
-
-
-def prepare_located(located: Located) -> Prepared:
-    """`prepare` of a model that has been found. Raises the same, except ModelNotFound of the model itself."""
-    started = time.perf_counter()
-    facts = gather_facts(located.path)
-    target = Target(facts.model.name, located.path, facts.model.vocab_size, facts.model.hidden_size,
-                    facts.model.n_layers, facts.model.context, located.tokenizer_path)
-    facts = _with_drafter(located.config, facts, target)
-    if located.config.model.deterministic and find_builder(facts.model.architecture) is None:
-        raise ConfigError([_not_fixed(facts.model.name, "transformers' own code of it")])
-    facts = _with_adapters(located, facts)
-    _check_ranks(located, facts.model.name)
-    resolved = resolve(located.config, facts)
-    return Prepared(located.path, located.tokenizer_path, facts, resolved, target,
-                    {"resolve": time.perf_counter() - started})
-
 
 def start_core(located: Located) -> EngineCore:
     """Both parts, for a process whose parent has found the model. Raises StartFailed with what a user can understand,
@@ -130,55 +76,6 @@ def start_core(located: Located) -> EngineCore:
         return build_core(prepare_located(located))
     except START_FAILURES as e:
         raise StartFailed(str(e)) from e
-
-
-def _with_drafter(config: Config, facts: Facts, target: Target) -> Facts:
-    """What the drafter declares for this target. A block is proposed in one pass whatever is offered of it, so all of
-    it may be, unless the configuration says otherwise."""
-    asked, tokens = config.speculation.speculation, config.speculation.speculation_tokens
-    if asked == "off":
-        return facts
-    try:
-        most = drafter_sizes(asked, target).caps
-        usual = most.max_width if most.shape == "block" else min(most.max_width, DEFAULT_DRAFT_TOKENS)
-        sizes = drafter_sizes(asked, target, usual if tokens == "auto" else tokens)
-        if sizes.caps.where == "host":
-            make_host_drafter(asked)  # its packages are missing now rather than after the weights are loaded
-    except DrafterError as e:
-        refusal = Refusal(f"--speculation {asked}", f"model {target.name}", str(e), "choose another drafter")
-        raise ConfigError([refusal]) from e
-    name = asked.partition(":")[0]
-    groups = tuple(KVGroupFacts(window, values) for window, values in sizes.kv_groups)
-    found = DrafterFacts(name, sizes.caps, sizes.parameters, groups, sizes.tap_values, usual)
-    if tokens == 0:  # it will not be loaded
-        found = DrafterFacts(name, sizes.caps)
-    return replace(facts, drafter=found)
-
-
-def _with_adapters(located: Located, facts: Facts) -> Facts:
-    """How much room LoRA adapters need."""
-    lora = located.config.lora
-    if not lora.on or min(lora.max_loras, lora.max_lora_rank) < 1:
-        return facts
-    bank = AdapterBank(lora.max_loras, lora.max_lora_rank)
-    try:
-        build_on_meta(located.path, bank)
-    except ModelConfigError as e:
-        raise ConfigError([Refusal("--enable-lora", f"model {facts.model.name}", str(e),
-                                   "merge the adapter into the model, or choose another one")]) from e
-    return replace(facts, adapter_values=bank.values)
-
-
-def _check_ranks(located: Located, name: str) -> None:
-    """Raises compat.ConfigError for a model that cannot be cut into so many ranks."""
-    ranks = located.config.parallel.tensor_parallel_size
-    if ranks <= 1:
-        return
-    try:
-        build_on_meta(located.path, shard=Shard(0, ranks))
-    except ModelConfigError as e:
-        raise ConfigError([Refusal(f"--tensor-parallel-size {ranks}", f"model {name}", str(e),
-                                   "choose another number of ranks, or 1")]) from e
 
 
 def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCore:
@@ -304,7 +201,7 @@ def make_runner(model: CausalModel, prepared: Prepared) -> tuple[Runner, Attenti
                                    f"its layers turn out to have {tuple(g.window for g in groups)}")])
     fixed = resolved.config.model.deterministic
     if fixed and not getattr(model, "fixed", False):
-        raise ConfigError([_not_fixed(resolved.model_name, type(model).__name__)])
+        raise ConfigError([not_fixed(resolved.model_name, type(model).__name__)])
     backend = choose_backend(model.layers, resolved.page_size, model.device, model.dtype, fixed)
     kv = KVCache(model.layers, groups, [n - 1 for n in resolved.pages], resolved.page_size, model.dtype, model.device)
     table = SlotTable(resolved.max_num_seqs + 1, resolved.max_model_len, resolved.page_size, len(groups), model.device,
@@ -328,11 +225,6 @@ def _keep_on_host(runner: Runner, resolved: Resolved) -> None:
     except PinError as e:
         asked = resolved.config.kv.kv_host_bytes or 0
         raise ConfigError([Refusal(f"--kv-host-bytes {gib(asked)}", "this machine", str(e), "give less")]) from e
-
-
-def _not_fixed(name: str, implementation: str) -> Refusal:
-    return Refusal("--deterministic", f"model {name}", f"{implementation} sums in an order that depends on the batch",
-                   "serve it without, or choose a model of a native family")
 
 
 def _processors(table: SlotTable, vocab_size: int, resolved: Resolved) -> CustomProcessors:

@@ -19,9 +19,10 @@ import msgspec
 import numpy as np
 
 from stretto.config import Config
-from stretto.engine.build import Prepared, build_core, prepare
+from stretto.engine.build import build_core
 from stretto.engine.core import EngineCore
 from stretto.engine.locate import configured_tokenizer
+from stretto.engine.prepare import Prepared, prepare
 from stretto.params import SamplingParams
 from stretto.protocol import (
     Action,

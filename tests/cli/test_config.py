@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from stretto.compat import ConfigError
 from stretto.config import (
     GIB,
-    ITEM_BYTES,
     Config,
     DeviceFacts,
     DrafterFacts,
@@ -29,8 +28,8 @@ from stretto.config import (
     SpeculationSection,
     parse_count,
     parse_size,
-    resolve,
 )
+from stretto.resolve import ITEM_BYTES, resolve
 
 
 @dataclass(frozen=True)

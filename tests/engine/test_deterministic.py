@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from stretto.attn.torch_ragged import TorchRagged
 from stretto.compat import ConfigError
 from stretto.config import Config, ModelSection, SpeculationSection
-from stretto.engine.build import prepare
 from stretto.engine.core import EngineCore
+from stretto.engine.prepare import prepare
 from stretto.model.load import load_model
 from stretto.params import SamplingParams
 from stretto.protocol import Request

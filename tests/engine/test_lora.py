@@ -14,9 +14,10 @@ from tokenizers.models import WordLevel
 from stretto.compat import ConfigError
 from stretto.config import Config, KVSection, LoraSection, ModelSection
 from stretto.engine.adapters import AdapterLoader
-from stretto.engine.build import build_core, prepare
+from stretto.engine.build import build_core
 from stretto.engine.core import EngineCore
 from stretto.engine.llm import LLM
+from stretto.engine.prepare import prepare
 from stretto.host.adapters import Adapters
 from stretto.model.load import load_model
 from stretto.model.lora import AdapterBank

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from stretto.compat import ConfigError
 from stretto.config import Config, ModelSection, SpeculationSection
-from stretto.engine.build import prepare
+from stretto.engine.prepare import prepare
 from stretto.host.grammar import Grammars
 from stretto.params import Grammar, ProcessorUse, SamplingParams
 from stretto.protocol import Request

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from stretto.compat import ConfigError
 from stretto.config import Config, ModelSection, SpeculationSection
-from stretto.engine.build import prepare
+from stretto.engine.prepare import prepare
 from stretto.spec.registry import DrafterError, find_drafter
 from stretto.testing import CHECKS, Lab
 from tests.spec import checkpoints as made

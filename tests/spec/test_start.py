@@ -15,8 +15,9 @@ from tokenizers.models import WordLevel
 
 from stretto.compat import ConfigError
 from stretto.config import Config, KVSection, ModelSection, SpeculationSection
-from stretto.engine.build import make_runner, prepare
+from stretto.engine.build import make_runner
 from stretto.engine.llm import LLM
+from stretto.engine.prepare import prepare
 from stretto.model.load import load_model
 from stretto.params import SamplingParams
 from stretto.spec.context import DrafterError

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from stretto.compat import ConfigError
 from stretto.config import Config, ModelSection, SpeculationSection
-from stretto.engine.build import prepare
 from stretto.engine.llm import LLM
+from stretto.engine.prepare import prepare
 from stretto.model.hub import resolve_model
 from stretto.params import SamplingParams
 from stretto.spec.registry import find_drafter
