@@ -1,8 +1,8 @@
 """The configuration: what a user may set, what machine and model are, and what follows. No torch in this module.
 
 `Config` holds what was asked, in frozen sections; a value that was not set is None (or "auto"). `Facts` holds what was
-found. `resolve.resolve(config, facts)` is called once and gives a frozen `Resolved` in which every value is known, with a list
-of `Decision`s that says of each what was asked, what it is now, and why. Three rules:
+found. `resolve.resolve(config, facts)` is called once and gives a frozen `Resolved` in which every value is known, with
+a list of `Decision`s that says of each what was asked, what it is now, and why. Three rules:
 
     a value that was set is kept, or the start is refused with the names of both sides (compat.ConfigError);
     only values that were not set are fitted to the machine, and each fit is a Decision;
@@ -304,11 +304,13 @@ class MemoryPlan:
     adapters: int
     step_buffers: int
     slot_table: int
+    graphs: int  # that captured CUDA graphs may take
     kv: int
 
     @property
     def budget(self) -> int:
-        return self.weights + self.draft_weights + self.adapters + self.step_buffers + self.slot_table + self.kv
+        return (self.weights + self.draft_weights + self.adapters + self.step_buffers + self.slot_table + self.graphs
+                + self.kv)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ CPU_KV_SHARE = 0.5  # of the memory that the weights leave free, where not set
 DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
+GRAPH_MEMORY = GIB // 2  # kept for CUDA graphs; 50 graphs of an 8B model took 0.39 GiB
 LEAST_STEP_TOKENS = 64
 LEAST_CONTEXT = 64
 SCRATCH_SHARE = 0.25  # most of the memory left by the weights that step buffers take, where the sizes were not set
@@ -363,8 +364,9 @@ class _Resolution:
         buffers += HOST_STAGING if self.config.kv.kv_host_bytes else 0
         draft = self.drafter.parameters * ITEM_BYTES[dtype] if self.drafter else 0
         adapters = self.facts.adapter_values * ITEM_BYTES[dtype]
+        graphs = GRAPH_MEMORY if device.kind == "cuda" and not self.config.schedule.enforce_eager else 0
         plan = MemoryPlan(self._weights(dtype), draft, adapters, buffers,
-                          self._slot_table(seqs, context, page_size, width), kv=0)
+                          self._slot_table(seqs, context, page_size, width), graphs, kv=0)
         kv, why = self._kv_bytes(device, dtype, plan.budget)
         asked = self.config.kv
         said = asked.kv_tokens or (gib(asked.kv_memory) if asked.kv_memory else asked.gpu_memory_utilization)
@@ -374,8 +376,8 @@ class _Resolution:
                          "choose a smaller model or dtype, or lower --max-num-batched-tokens")
         elif kv + plan.budget > device.memory_free:
             self._refuse(f"a KV cache of {gib(kv)}", f"the memory of {device.name}",
-                         f"weights and buffers take {gib(plan.budget)}, and only {gib(device.memory_free)} are free",
-                         "lower --kv-memory or --kv-tokens")
+                         f"weights, buffers and graphs take {gib(plan.budget)}, and only {gib(device.memory_free)} are"
+                         " free", "lower --kv-memory or --kv-tokens")
         self._note("KV memory", said, gib(max(kv, 0)), why)
         return replace(plan, kv=max(kv, 0))
 

@@ -43,7 +43,8 @@ def _facts(report: Mapping[str, Any]) -> Table:
     grid.add_row("device", f"{device['kind']}: {device['name']}{cores}, {gib(memory['free_at_start'])} free of "
                            f"{gib(device['memory'])}")
     parts = [("weights", memory["weights"]), ("drafter", memory["draft_weights"]),
-             ("buffers", memory["step_buffers"] + memory["slot_table"]), ("KV", memory["kv"])]
+             ("adapters", memory["adapters"]), ("buffers", memory["step_buffers"] + memory["slot_table"]),
+             ("graphs", memory["graphs"]), ("KV", memory["kv"])]
     shown = " + ".join(f"{name} {gib(size)}" for name, size in parts if size)
     grid.add_row("memory", f"{gib(memory['budget'])} = {shown} ({kv['tokens']:,} tokens, page {kv['page_size']})")
     times = limits["full_length_requests_at_once"]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from stretto.compat import ConfigError
 from stretto.config import (
     GIB,
+    MIB,
     Config,
     DeviceFacts,
     DrafterFacts,
@@ -29,6 +30,7 @@ from stretto.config import (
     parse_count,
     parse_size,
 )
+from stretto.device.graphs import usual_shapes
 from stretto.resolve import ITEM_BYTES, resolve
 
 
@@ -82,6 +84,21 @@ def test_defaults_on_a_gpu():
     assert (resolved.device, resolved.dtype) == ("cuda", "bfloat16")
     used_by_others = GPU.memory_total - GPU.memory_free
     assert resolved.memory.budget == pytest.approx(0.9 * GPU.memory_total - used_by_others, abs=2)
+
+
+def test_case_17_09_graphs_have_their_memory_before_anything_is_loaded():
+    """The KV cache leaves it to them, however much it was allowed; what was asked too large is refused by its name.
+    The warm-up covers the largest batch with its drafts."""
+    whole = Config(kv=KVSection(gpu_memory_utilization=1.0))
+    plan = resolve(whole, facts(GPU)).memory
+    assert plan.graphs > 0 and plan.budget <= GPU.memory_free
+    eager = resolve(replace(whole, schedule=ScheduleSection(enforce_eager=True)), facts(GPU)).memory
+    assert eager.graphs == 0 and eager.kv == pytest.approx(plan.kv + plan.graphs, rel=1e-3)
+    assert resolve(Config(), facts()).memory.graphs == 0  # a CPU has none
+    told = refusals(Config(kv=KVSection(kv_memory=GPU.memory_free - plan.budget + plan.kv + MIB)), facts(GPU))
+    assert "graphs take" in told and "lower --kv-memory" in told
+    shapes = usual_shapes(256, 1 + 4, 4)
+    assert max(shape.rows for shape in shapes) == 256 and max(shape.tokens or 0 for shape in shapes) == 256 * 5
 
 
 def test_strict_refuses_a_fitted_context():
