@@ -80,7 +80,7 @@ def _ranges(config: Config) -> Iterator[Refusal]:
         if value is not None and value < 1:
             yield Refusal(f"{flag} {value}", "any start", "it must be 1 or more", f"set {flag} to a positive number")
     if schedule.slo_itl_ms is not None and not schedule.slo_itl_ms > 0:
-        yield Refusal(f"--slo-itl-ms {schedule.slo_itl_ms:g}", "any step", "it takes some time", "set more than 0")
+        yield Refusal(f"--slo-itl-ms {schedule.slo_itl_ms:g}", "any step", "each takes some time", "set more than 0")
     if config.kv.kv_host_bytes is not None and config.kv.kv_host_bytes < 0:
         yield Refusal(f"--kv-host-bytes {config.kv.kv_host_bytes}", "any start", "it must be 0 or more",
                       "leave it out, or give a size")
@@ -163,10 +163,10 @@ class _Resolution:
         context = self._fit_context(context, tokens - width - lookahead, page_size)
         page_bytes = tuple(self._page_bytes(dtype, page_size))
         host_pages = self._host_pages(device, memory, pages, page_bytes)
-        self._stop_if_refused()
-        self._refuse_changes()
         mixed, overlap, prefix = self._switches(device)
         sampling = self._sampling_defaults()
+        self._stop_if_refused()
+        self._refuse_changes()
         return Resolved(
             config=self.config, model_name=self.model.name, device=device.kind, dtype=dtype, max_model_len=context,
             seed=self.config.model.seed, page_size=page_size, pages=pages,
@@ -473,7 +473,7 @@ class _Resolution:
         if min(host_pages) < 1:
             whole = sum(count * size for count, size in zip(held, page_bytes))
             least = ranks * max(whole // count + 1 for count in held)
-            self._refuse(f"--kv-host-bytes {gib(asked)}", f"page size {self.config.kv.page_size or DEFAULT_PAGE_SIZE}",
+            self._refuse(f"--kv-host-bytes {asked}", f"page size {self.config.kv.page_size or DEFAULT_PAGE_SIZE}",
                          "it does not hold one page of each KV group",
                          f"give {gib(least)} or more, or a smaller --page-size")
         elif asked > free:
@@ -503,6 +503,7 @@ class _Resolution:
         elif context > room and room < least:
             self._refuse(f"model {self.model.name}", "the KV cache",
                          f"it holds a sequence of {max(room, 0)} tokens; {least} are the least that make sense",
+                         "raise --kv-tokens" if self.config.kv.kv_tokens is not None else
                          "give it more memory with --kv-memory")
         fitted = min(context, room)
         why = f"what the KV cache holds; the model has {context}: set it, or give more --kv-memory" \
@@ -560,7 +561,6 @@ class _Resolution:
         for name in ("slo_itl_ms", "max_sessions", "session_ttl", "session_queue"):
             self._note(name, getattr(schedule, name), getattr(schedule, name))
         return mixed, overlap, prefix
-
 
     def _lora(self) -> None:
         lora = self.config.lora

@@ -31,7 +31,7 @@ from stretto.engine.prepare import Prepared, prepare
 from stretto.facts import device_facts, usable_cores
 from stretto.model.hub import cache_folder
 from stretto.params import SamplingParams
-from stretto.spec.registry import BUILT_IN
+from stretto.spec.registry import known_drafters
 from stretto.text.tokenizer import load_tokenizer
 
 LEAST_SHARED_MEMORY = 64 * MIB
@@ -159,7 +159,7 @@ def installation() -> Iterator[Finding]:
     needed = [package for package in missing if package not in OPTIONAL]
     if needed:
         yield Finding("fail", "packages", f"missing: {', '.join(needed)}", f"pip install {' '.join(needed)}")
-    yield Finding("ok", "drafters", ", ".join(sorted(BUILT_IN)))
+    yield Finding("ok", "drafters", ", ".join(known_drafters(())))
     yield _writable("own cache", cache_folder(), "STRETTO_CACHE")
     yield _writable("hub cache", Path(constants.HF_HUB_CACHE), "HF_HUB_CACHE")
 

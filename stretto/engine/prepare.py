@@ -18,7 +18,7 @@ from stretto.facts import gather_facts
 from stretto.model.config import ConfigError as ModelConfigError
 from stretto.model.hub import ModelNotFound
 from stretto.model.load import build_on_meta
-from stretto.model.lora import AdapterBank
+from stretto.model.lora import AdapterBank, AdapterError, read_adapter
 from stretto.model.registry import find_builder
 from stretto.model.shard import Shard
 from stretto.model.source import WeightError
@@ -84,7 +84,8 @@ def _with_drafter(config: Config, facts: Facts, target: Target) -> Facts:
         if sizes.caps.where == "host":
             make_host_drafter(asked)  # its packages are missing now rather than after the weights are loaded
     except DrafterError as e:
-        refusal = Refusal(f"--speculation {asked}", f"model {target.name}", str(e), "choose another drafter")
+        refusal = Refusal(f"--speculation {asked}", f"model {target.name}", str(e),
+                          "correct it, or choose another drafter")
         raise ConfigError([refusal]) from e
     name = asked.partition(":")[0]
     groups = tuple(KVGroupFacts(window, values) for window, values in sizes.kv_groups)
@@ -105,6 +106,15 @@ def _with_adapters(located: Located, facts: Facts) -> Facts:
     except ModelConfigError as e:
         raise ConfigError([Refusal("--enable-lora", f"model {facts.model.name}", str(e),
                                    "merge the adapter into the model, or choose another one")]) from e
+    for module in lora.lora_modules:
+        name, _, folder = module.partition("=")
+        if not folder:
+            continue  # `resolve` says what is wrong with it
+        try:
+            bank.check(read_adapter(Path(folder).expanduser()))
+        except AdapterError as e:
+            raise ConfigError([Refusal(f"--lora-modules {name}={folder}", f"model {facts.model.name}", str(e),
+                                       "correct it, or leave it out")]) from e
     return replace(facts, adapter_values=bank.values)
 
 

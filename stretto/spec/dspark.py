@@ -58,19 +58,25 @@ class MarkovHead:
         return gate * state + (1 - gate) * torch.tanh(candidate), self.w2(torch.tanh(output))
 
 
+def _confidence(repo: DraftRepo) -> tuple[float, bool]:
+    """(the least confidence that is asked for, whether there is a head that tells it). Raises DrafterError."""
+    threshold = repo.number("confidence", 0.0)
+    unsaid = "transformer_layer_config" not in repo.raw  # DeepSpec's have one, speculators' have none
+    has_head = bool(_option(repo, "enable_confidence_head", unsaid))
+    if not 0 <= threshold < 1:
+        raise DrafterError(f"{repo.name}: confidence={threshold:g} is no probability below 1")
+    if threshold and not has_head:
+        raise DrafterError(f"{repo.name} has no confidence head, so confidence={threshold:g} means nothing:"
+                           " leave it out")
+    return threshold, has_head
+
+
 class DSparkDrafter(BlockDrafter):
     """`spec.api.Drafter`."""
 
     def __init__(self, repo: DraftRepo, layout: Layout, context: DrafterContext):
-        self.threshold = repo.number("confidence", 0.0)
+        self.threshold, self.has_confidence = _confidence(repo)
         self.with_markov = bool(_option(repo, "confidence_head_with_markov", False))
-        unsaid = "transformer_layer_config" not in repo.raw  # DeepSpec's have one, speculators' have none
-        self.has_confidence = bool(_option(repo, "enable_confidence_head", unsaid))
-        if not 0 <= self.threshold < 1:
-            raise DrafterError(f"{repo.name}: confidence={self.threshold:g} is no probability below 1")
-        if self.threshold and not self.has_confidence:
-            raise DrafterError(f"{repo.name} has no confidence head, so confidence={self.threshold:g} means nothing:"
-                               " leave it out")
 
         def extra(w: Weights, source: WeightSource) -> None:
             hidden = layout.config.hidden_size
@@ -122,6 +128,7 @@ class DSpark:
 
     def sizes(self, settings: str, target: Target) -> DrafterSizes:
         repo, layout = self._open(settings, target)
+        _confidence(repo)
         parameters = count_parameters(repo.source(), lambda n: tensor_name(n) not in (None, "d2t", "t2d"))
         return DrafterSizes(block_caps(layout, True), parameters, kv_groups(layout.config))
 

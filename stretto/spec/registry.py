@@ -11,11 +11,12 @@ On the command line: `--speculation ngram`, or with settings after a colon: `--s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
 from stretto.model.config import ConfigError
 from stretto.model.source import WeightError
@@ -47,7 +48,8 @@ class _Kind:
 WIDEST = 32  # of drafters without weights, whose width costs them nothing
 
 
-def _ngram(settings: str, context: DrafterContext) -> Drafter:
+def _ngram_settings(settings: str) -> dict[str, int]:
+    """Raises DrafterError."""
     numbers = {"longest": LONGEST, "shortest": SHORTEST}
     for part in filter(None, settings.split(",")):
         name, _, value = part.partition("=")
@@ -55,21 +57,43 @@ def _ngram(settings: str, context: DrafterContext) -> Drafter:
             raise DrafterError(f"drafter ngram: {part!r} is no setting; it takes longest=N and shortest=N")
         numbers[name] = int(value)
     try:
-        return NgramDrafter(context.width, **numbers)
+        NgramDrafter(1, **numbers)
     except ValueError as e:
         raise DrafterError(f"drafter ngram: {e}") from e
+    return numbers
+
+
+def _ngram(settings: str, context: DrafterContext) -> Drafter:
+    return NgramDrafter(context.width, **_ngram_settings(settings))
+
+
+def _ngram_caps(settings: str) -> DrafterCaps:
+    _ngram_settings(settings)
+    return _weightless(settings)
 
 
 def _scripted(settings: str, context: DrafterContext) -> Drafter:
     """Settings: a JSON file {"answers": [[ids] ...], "accuracy": 0..1, "variable": bool, "seed": int}."""
+    script = _script(settings)
     try:
-        script = json.loads(Path(settings).read_text())
         return ScriptedDrafter(script["answers"], context.width, float(script.get("accuracy", 1.0)),
                                vocab_size=context.vocab_size, variable=bool(script.get("variable", False)),
                                seed=int(script.get("seed", 0)), device=context.device)
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise DrafterError(f"drafter scripted: {settings!r} must be a JSON file with \"answers\", lists of token ids "
-                           f"({type(e).__name__}: {e})") from e
+    except (ValueError, KeyError, TypeError) as e:
+        raise DrafterError(SCRIPT.format(settings, e)) from e
+
+
+def _script(settings: str) -> dict[str, Any]:
+    """Raises DrafterError."""
+    try:
+        return json.loads(Path(settings).read_text())
+    except (OSError, ValueError) as e:
+        raise DrafterError(SCRIPT.format(settings, e)) from e
+
+
+def _scripted_caps(settings: str) -> DrafterCaps:
+    _script(settings)
+    return _weightless(settings)
 
 
 def _weightless(settings: str) -> DrafterCaps:
@@ -77,9 +101,18 @@ def _weightless(settings: str) -> DrafterCaps:
 
 
 BUILT_IN: dict[str, DrafterKind] = {
-    "ngram": _Kind(_weightless, _ngram), "scripted": _Kind(_weightless, _scripted), "suffix": Suffix(),
+    "ngram": _Kind(_ngram_caps, _ngram), "scripted": _Kind(_scripted_caps, _scripted), "suffix": Suffix(),
     "standalone": Standalone(), "eagle": Eagle(), "eagle3": Eagle3(), "mtp": MTP(), "nextn": MTP(), "dflash": DFlash(),
     "dspark": DSpark()}
+
+
+FOR_TESTS = frozenset({"scripted"})  # understood, but not offered
+SCRIPT = "drafter scripted (for tests): {!r} must be a JSON file with \"answers\", lists of token ids ({})"
+
+
+def known_drafters(plugins: Iterable[str]) -> list[str]:
+    """Names that a user may choose."""
+    return sorted({*BUILT_IN, *plugins} - FOR_TESTS)
 
 
 def find_drafter(asked: str) -> tuple[DrafterKind, str]:
@@ -95,7 +128,7 @@ def find_drafter(asked: str) -> tuple[DrafterKind, str]:
         kind = identify(asked)
         if kind is None:
             raise DrafterError(f"there is no drafter {name!r}, and no draft checkpoint of that name whose config says"
-                               f" what it is; known: {', '.join(sorted({*BUILT_IN, *plugins}))}")
+                               f" what it is; known: {', '.join(known_drafters(plugins))}")
         return BUILT_IN[kind], asked
     return BUILT_IN[name], settings
 

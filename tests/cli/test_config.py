@@ -32,6 +32,8 @@ from stretto.config import (
 )
 from stretto.device.graphs import usual_shapes
 from stretto.resolve import ITEM_BYTES, resolve
+from stretto.spec.context import DrafterError
+from stretto.spec.registry import drafter_caps
 
 
 @dataclass(frozen=True)
@@ -397,3 +399,15 @@ def test_what_is_no_number(text: str):
     for parse in (parse_size, parse_count):
         with pytest.raises(ValueError, match="is not a number as in"):
             parse(text)
+
+
+def test_what_is_refused_last_is_refused_too():
+    told = refusals(Config(model=ModelSection(deterministic=True), lora=LoraSection(enable_lora=True)))
+    assert "--enable-lora does not work with --deterministic" in told
+
+
+@pytest.mark.parametrize("asked", ["ngram:longest=2,shortest=4", "ngram:foo=1", "ngram:longest=0", "scripted",
+                                   "scripted:nowhere.json"])
+def test_settings_of_a_drafter_are_read_before_anything_is_loaded(asked: str):
+    with pytest.raises(DrafterError, match=asked.partition(":")[0]):
+        drafter_caps(asked)
