@@ -1,5 +1,5 @@
-"""What happens around every request: its id, the API key, the count of answers. Plain ASGI, so that streams pass
-through untouched and a handler sees its client's disconnect."""
+"""What happens around every request: its id, its origin, the API key, the count of answers. Plain ASGI, so that streams
+pass through untouched and a handler sees its client's disconnect."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.logs import request_id
-from stretto.serve.errors import ApiError
+from stretto.serve.errors import SHOWN, ApiError
 from stretto.serve.metrics import ServerMetrics
 
 OPEN_PATHS = frozenset(("/health", "/livez", "/readyz", "/startupz", "/ping", "/metrics", "/"))  # probes have no keys
 OPEN_FOLDER = "/page/"  # the page's own files; what it shows of the server needs a key
 ADMIN_PATHS = frozenset(("/flush_cache", "/start_profile", "/stop_profile", "/v1/load_lora_adapter",
                          "/load_lora_adapter", "/v1/unload_lora_adapter", "/unload_lora_adapter"))
+SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 MAX_ID_LENGTH = 256
 
 
@@ -47,6 +49,41 @@ class RequestIds:
             await self.app(scope, receive, send_with_id)
         finally:
             request_id.reset(token)
+
+
+class Origins:
+    """Web pages of other sites may not act here, unless they are allowed to.
+
+    A browser sends a page's request before it knows whether the page may read the answer: CORS alone would let any
+    page that its user visits start work on a server of this machine. Browsers name the page's origin in such requests;
+    other clients name none and pass. The server's own pages have its Host as theirs."""
+
+    def __init__(self, app: ASGIApp, allowed: tuple[str, ...] = ()):
+        self.app, self._allowed = app, frozenset(allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in SAFE_METHODS:
+            headers = Headers(scope=scope)
+            if not all(self._may(origin, headers.get("host", "")) for origin in headers.getlist("origin")):
+                refusal = _foreign(", ".join(headers.getlist("origin")))
+                return await refusal.response(scope["path"], scope["state"]["request_id"])(scope, receive, send)
+        await self.app(scope, receive, send)
+
+    def _may(self, origin: str, host: str) -> bool:
+        return "*" in self._allowed or origin in self._allowed or _is_own(origin, host)
+
+
+def _is_own(origin: str, host: str) -> bool:
+    """The same host and port. The scheme is left aside: a proxy may speak TLS for the server."""
+    scheme, _, place = origin.lower().partition("://")
+    port = DEFAULT_PORTS.get(scheme, "")
+    return bool(port and place) and place.removesuffix(port) == host.lower().removesuffix(port)
+
+
+def _foreign(origin: str) -> ApiError:
+    shown = origin[:SHOWN]
+    return ApiError(403, f"web pages of {shown!r} may not call this server; start it with --allowed-origins {shown}"
+                    " if they should", code="origin_not_allowed")
 
 
 class ApiKeys:

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from stretto.protocol import StepRecord
+from stretto.serve.middleware import _is_own
 from stretto.serve.trace import chrome_trace
 from tests.serve.conftest import Api, make_api
 from tests.serve.fakes import CoreOptions
@@ -122,3 +123,38 @@ async def test_pages_of_allowed_origins_may_call():
         assert keyless.status_code == 401 and keyless.headers["access-control-allow-origin"] == page
     async with make_api(CoreOptions()) as api:
         assert "access-control-allow-origin" not in (await api.http.get("/version", headers={"Origin": page})).headers
+
+
+@pytest.mark.parametrize("origin", ["https://else.example", "http://test:81", "http://test.else.example", "null", "",
+                                    "http://else.example/http://test", "http://user@test", "chrome-extension://abc"])
+@pytest.mark.parametrize("method, path", [("POST", "/v1/completions"), ("POST", "/v1/messages"),
+                                          ("POST", "/flush_cache"), ("DELETE", "/v1/requests/x")])
+async def test_pages_of_other_sites_may_not_act(api: Api, method: str, path: str, origin: str):
+    """Although the browser would send such a request without asking first: its body may be called text."""
+    refused = await api.http.request(method, path, headers={"Origin": origin, "Content-Type": "text/plain"},
+                                     content=b'{"prompt": "x"}')
+    error = refused.json()["error"]
+    assert refused.status_code == 403 and refused.headers["x-request-id"] and error["code"] == "origin_not_allowed"
+    assert origin in error["message"] and "--allowed-origins" in error["message"]
+    assert (await api.http.get("/v1/models", headers={"Origin": origin})).status_code == 200  # not readable there
+    assert (await api.engine.stats()).counters["generated_tokens"] == 0
+    assert api.service.metrics.responses["unknown", 403] == 1
+
+
+@pytest.mark.parametrize("origins, allowed", [(["http://test"], ()), (["https://TEST"], ()), ([], ()),
+                                              (["https://chat.example"], ("https://chat.example",)),
+                                              (["null"], ("null",)), (["https://else.example"], ("*",))])
+async def test_the_servers_own_page_and_allowed_ones_act(origins: list[str], allowed: tuple[str, ...]):
+    async with make_api(allowed_origins=allowed) as api:
+        answer = await api.http.post("/v1/completions", json={"prompt": "say:hi"},
+                                     headers=[("Origin", origin) for origin in origins])
+        assert answer.json()["choices"][0]["text"] == "hi"
+
+
+@pytest.mark.parametrize("origin, host, own", [
+    ("http://127.0.0.1:8000", "127.0.0.1:8000", True), ("http://localhost:8000", "127.0.0.1:8000", False),
+    ("http://[::1]:8000", "[::1]:8000", True), ("https://a.example", "a.example:443", True),
+    ("https://a.example", "a.example:80", False), ("http://a.example", "a.example:8000", False),
+    ("http://", "", False), ("a.example", "a.example", False), ("null", "null", False)])
+def test_what_is_a_servers_own_origin(origin: str, host: str, own: bool):
+    assert _is_own(origin, host) == own
