@@ -54,7 +54,10 @@ class CallClock:
         """Every choice has."""
         return self._unfinished == 0
 
-    def end(self) -> None:
+    def end(self, withdrawn: bool) -> None:
+        """`withdrawn`: by its client, an operator or the time limit; choices that were still running end with it."""
+        if withdrawn:
+            self._metrics.finished["abort"] += self._unfinished
         self.ended = time.monotonic()
         seconds = self.ended - self.arrival
         if self.finished:

@@ -254,7 +254,7 @@ class Service:
             failure = e
             raise
         finally:
-            clock.end()
+            clock.end(_withdrawn(failure))
             if self.tracing is not None:
                 self.tracing.record(generation, clock, None if clock.finished else failure)
 
@@ -314,6 +314,14 @@ def _with_grammars_field(error: RequestError, generation: Generation) -> Request
         return error
     checks = generation.reply.checks
     return RequestError(str(error), param=checks[0].param if checks else "tools", code=INVALID)
+
+
+def _withdrawn(failure: BaseException | None) -> bool:
+    """The call ended because nobody waits for it any more: the client has gone (its task is cancelled, or the outputs
+    are closed), it was aborted, or its time was up."""
+    if isinstance(failure, ApiError):
+        return failure.status in (CLIENT_CLOSED, 408)
+    return isinstance(failure, (asyncio.CancelledError, GeneratorExit))
 
 
 def _raise_failure(output: Output) -> None:

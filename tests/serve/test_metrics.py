@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stretto.protocol import EngineDead, EngineInfo, EngineStats
 from stretto.serve.metrics import TIME_TO_FIRST_TOKEN, Histogram, ServerMetrics
-from tests.serve.conftest import Api, make_api
+from tests.serve.conftest import Api, make_api, make_served
 from tests.serve.fakes import CoreOptions
 
 CONVENTIONAL = (  # what gateways, autoscalers and dashboards read
@@ -95,6 +95,32 @@ async def test_case_17_05_draft_counts_are_exact(block: int, tokens: int):
     assert found["stretto_time_to_first_token_seconds_count"] == 1
     assert found["stretto_e2e_request_latency_seconds_count"] == 1
     assert found["vllm:request_success_total|finished_reason=length"] == 1
+
+
+@pytest.mark.parametrize("cause", ["abort_request", "client_disconnected", "request_timeout"])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_withdrawn_choices_are_counted_as_aborted(cause: str, stream: bool):
+    """Each once, those that wait as well."""
+    async with make_served(CoreOptions(step_seconds=0.005, max_num_seqs=4, max_model_len=200_000)) as api:
+        more = {"timeout": 0.2} if cause == "request_timeout" else {}
+        call = asyncio.create_task(api.complete(["x", "y"], n=3, max_tokens=100_000, ignore_eos=True, stream=stream,
+                                                request_id="x", **more))
+        async with asyncio.timeout(10):
+            while (await api.gauges())["running"] < 4:
+                await asyncio.sleep(0.01)
+        if cause == "abort_request":
+            assert (await api.http.post("/abort_request", json={"rid": "x"})).status_code == 200
+        elif cause == "client_disconnected":
+            call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await api.until_idle()
+        assert (await api.complete("say:hi", max_tokens=8)).status_code == 200
+        assert (await api.complete("x" * 300_000, max_tokens=8)).status_code == 400  # never ran: in no count
+        found = await scrape(api)
+    for name in ("vllm:request_success_total", "stretto_request_success_total"):
+        assert [found[f"{name}|finished_reason={reason}"] for reason in ("abort", "stop", "length", "error")] == [
+            6, 1, 0, 0]
+    assert found[f"stretto_request_aborts_total|cause={cause}"] == 1
 
 
 async def test_answers_are_counted_by_route_and_status(api: Api):
