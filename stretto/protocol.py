@@ -299,6 +299,10 @@ def check_request(request: Request, info: EngineInfo) -> None:
     n = len(request.tokens)
     if n == 0:
         raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
+    if n >= info.max_model_len and request.pooling is not None:
+        raise RequestError(f"the text to embed has {n} tokens; a text may have {info.max_model_len - 1} here, one less"
+                           " than this model's context: shorten it, or set truncate_prompt_tokens",
+                           param="prompt", code="context_length_exceeded")
     if n >= info.max_model_len:
         raise RequestError(f"the prompt has {n} tokens; this model's context is {info.max_model_len} tokens, of which"
                            f" at least one must be left for the answer: shorten the prompt to {info.max_model_len - 1}",

@@ -72,6 +72,17 @@ async def test_case_16_05_what_cannot_be_embedded(api: Api, body: dict[str, Any]
     await api.alive()
 
 
+@pytest.mark.parametrize("path, field", [("/v1/embeddings", "input"), ("/encode", "text")])
+async def test_a_text_that_is_too_long_is_told_its_own_limit(api: Api, path: str, field: str):
+    longest = 512 - 1 - 1  # of the context; the first token is BOS
+    assert (await api.http.post(path, json={field: "x" * longest})).status_code == 200
+    error = (await api.http.post(path, json={field: "x" * (longest + 1)})).json()["error"]
+    assert error["param"] == field and error["code"] == "context_length_exceeded"
+    assert "has 512 tokens" in error["message"] and "511" in error["message"] and "answer" not in error["message"]
+    cut = await api.http.post(path, json={field: "x" * 600, "truncate_prompt_tokens": 511})
+    assert cut.status_code == 200
+
+
 async def test_an_engine_without_embeddings_says_so():
     async with make_api(CoreOptions(hidden_size=0)) as api:
         for path, body in (("/v1/embeddings", {"input": "a"}), ("/v1/score", {"text_1": "a", "text_2": "b"}),
