@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from stretto.protocol import ENGINE_DEAD, EngineDead, EngineRestarting, RequestError
@@ -194,9 +195,14 @@ def install(app: FastAPI) -> None:
         param = place(tuple(first["loc"][1:]))
         return bad_request(f"{param}: {first['msg']}", param).response()
 
+    async def gone(request: Request, error: Exception) -> Response:
+        log.debug("%s %s: the client went away inside its body", request.method, request.url.path)
+        return Response(status_code=CLIENT_CLOSED)  # nobody reads it; the count of answers does
+
     app.add_exception_handler(404, no_route)
     app.add_exception_handler(405, wrong_method)
     app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(ClientDisconnect, gone)
     for kind in (ApiError, RequestError, EngineDead, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
 

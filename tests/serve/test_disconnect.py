@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import time
 
@@ -51,6 +52,28 @@ async def test_case_6_03_a_closed_socket_ends_the_request(stream: bool, n: int, 
         sock.close()
         await assert_freed(api)
         assert api.service.metrics.aborts["client_disconnected"] == 1
+
+
+@pytest.mark.parametrize("start", [b"", b"{", b"x" * 100_000], ids=["nothing", "some", "much"])
+async def test_a_client_that_hangs_up_inside_its_body_is_no_error(caplog, start: bytes):
+    async with make_served() as api:
+        host, port = api.url.removeprefix("http://").split(":")
+        with caplog.at_level(logging.DEBUG, "stretto"):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n" + start)
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.close()
+            await until(lambda: answered(api, 499))
+            await asyncio.sleep(0.05)
+        assert not [record for record in caplog.records if record.levelno > logging.INFO or record.exc_info]
+        assert [record.getMessage() for record in caplog.records if record.name == "stretto.serve.errors"] == [
+            "POST /v1/completions: the client went away inside its body"]
+        await api.alive()
+
+
+async def answered(api: Api, status: int) -> bool:
+    return api.service.metrics.responses["/v1/completions", status] == 1
 
 
 async def running(api: Api, count: int) -> bool:
