@@ -11,7 +11,7 @@ import msgspec
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from stretto.serve.errors import ApiError, bad_request, from_validation
+from stretto.serve.errors import SHOWN, ApiError, bad_request, from_validation
 from stretto.serve.schemas import Body
 from stretto.serve.service import Service
 
@@ -31,8 +31,18 @@ def _too_deep() -> ApiError:
                        " within each other", None, "invalid_json")
 
 
+def _check_plain(request: Request) -> None:
+    encoding = ", ".join(request.headers.getlist("content-encoding")).strip()
+    if encoding.lower() not in ("", "identity"):
+        raise ApiError(415, f"the request body has Content-Encoding {encoding[:SHOWN]}; this server reads bodies as"
+                       " they are: send it without an encoding", code="unsupported_content_encoding",
+                       headers={"Accept-Encoding": "identity"})
+
+
 async def read(request: Request, limit: int) -> bytes:
-    """The whole body. Raises ApiError 413 as soon as it is known to be larger than `limit` bytes."""
+    """The whole body. Raises ApiError 413 as soon as it is known to be larger than `limit` bytes, 415 for one that is
+    compressed, ClientDisconnect where it does not come to its end."""
+    _check_plain(request)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise _too_large(limit)

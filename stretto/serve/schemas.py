@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
 
 LARGEST_INT = 2**63 - 1  # what travels to the engine
+LARGEST_SEED = 2**64 - 1
 
 
 def _integral(value: Any) -> Any:
@@ -52,6 +53,18 @@ def _ids(value: Any) -> Any:
     return value
 
 
+def _some_ids(value: Any) -> Any:
+    if value == []:
+        raise ValueError("the list is empty, which leaves nothing to generate; leave the field out to allow all tokens")
+    return _ids(value)
+
+
+def _seed(value: int) -> int:
+    if value > LARGEST_SEED:  # pydantic's own check prints such a bound as a float
+        raise ValueError(f"must be at most {LARGEST_SEED}")
+    return value
+
+
 def _truncation(value: int) -> int:
     if value < -1 or value == 0:
         raise ValueError(f"must be 1 or more, or -1 for as many as there is room for; it is {value}")
@@ -71,7 +84,8 @@ def _text_or_object(value: Any) -> Any:
 
 
 Integer = Annotated[int, BeforeValidator(_integral), Field(ge=-(2**63), le=LARGEST_INT)]
-Seed = Annotated[int, BeforeValidator(_integral), Field(ge=-(2**63), le=2**64 - 1)]
+Seed = Annotated[int, BeforeValidator(_integral), Field(ge=-(2**63)), AfterValidator(_seed),
+                 WithJsonSchema({"type": "integer", "minimum": -(2**63), "maximum": LARGEST_SEED})]
 _IDS: dict = {"type": "array", "items": {"type": "integer"}}
 _STRINGS: dict = {"type": "array", "items": {"type": "string"}}
 _PROMPTS: list = [{"type": "string"}, _STRINGS, _IDS, {"type": "array", "items": _IDS}]
@@ -81,6 +95,8 @@ PromptOrNull = Annotated[Any, BeforeValidator(lambda value: value if value is No
 Stop = Annotated[Any, BeforeValidator(_stop),
                  WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]})]
 TokenIds = Annotated[Any, BeforeValidator(_ids), WithJsonSchema({"anyOf": [_IDS, {"type": "null"}]})]
+AllowedIds = Annotated[Any, BeforeValidator(_some_ids),
+                       WithJsonSchema({"anyOf": [_IDS | {"minItems": 1}, {"type": "null"}]})]
 
 _OBJECTS: dict = {"type": "array", "items": {"type": "object"}}
 TextOrObjects = Annotated[Any, BeforeValidator(_text_or_objects),
@@ -204,7 +220,7 @@ class GenerationBody(Body):
     ebnf: str | None = None
     structural_tag: Any = None
     bad_words: list[str] | None = None
-    allowed_token_ids: TokenIds = None
+    allowed_token_ids: AllowedIds = None
     logit_processors: list[LogitProcessorUse] | None = None
     custom_logit_processor: Annotated[str | None, Field(description="code, where the server allows it")] = None
     custom_params: Annotated[dict[str, Any] | None, Field(description="what that code is told")] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import inspect
 import json
 import resource
@@ -15,7 +16,7 @@ from stretto.serve.bodies import LARGE, MAX_NESTING
 from stretto.serve.prompts import RESERVED
 from stretto.text.tokenizer import Tokenizer
 from tests.serve.conftest import Api, make_api
-from tests.serve.fakes import VOCAB, ByteTokenizer
+from tests.serve.fakes import VOCAB, ByteTokenizer, CoreOptions
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -41,6 +42,23 @@ def check_shape(answer, status: int, param: str | None = None, code: str | None 
 async def test_case_15_09_broken_json(api: Api, path: str, body: bytes):
     answer = await api.http.post(path, content=body)
     check_shape(answer, 400)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "identity, gzip", "x" * 1000])
+async def test_compressed_bodies_are_refused_by_their_encoding(api: Api, encoding: str):
+    for path in (CHAT, "/v1/embeddings", "/tokenize", "/start_profile"):
+        answer = await api.http.post(path, content=gzip.compress(b"{}"), headers={"Content-Encoding": encoding})
+        assert encoding[:100] in check_shape(answer, 415, None, "unsupported_content_encoding")
+        assert answer.headers["accept-encoding"] == "identity"
+    plain = await api.http.post(TEXT, json={"prompt": "say:hi"}, headers={"Content-Encoding": "Identity"})
+    assert plain.json()["choices"][0]["text"] == "hi"
+
+
+@pytest.mark.parametrize("seed", [2**64, 2**70, 1e30])
+async def test_the_limit_of_seeds_is_said_exactly(api: Api, seed: float):
+    message = check_shape(await api.http.post(TEXT, json={"prompt": "x", "seed": seed}), 400, "seed")
+    assert "18446744073709551615" in message
+    assert (await api.complete("say:hi", seed=2**64 - 1)).status_code == 200
 
 
 ROUTES: dict[str, dict[str, Any]] = {
@@ -114,6 +132,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"-": 1}}, "logit_bias"), ({"logit_bias": {"1_0": 1}}, "logit_bias"),
     ({"logit_bias": {" 1": 1}}, "logit_bias"), ({"logit_bias": {"\u0661": 1}}, "logit_bias"),
     ({"logit_bias": {"05": 1}}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"allowed_token_ids": [VOCAB]}, "allowed_token_ids"), ({"allowed_token_ids": ["x"]}, "allowed_token_ids"),
     ({"allowed_token_ids": [1], "regex": "a"}, "allowed_token_ids"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"), ({"ignore_eos": 1}, "ignore_eos"),
@@ -205,11 +224,10 @@ async def test_bad_words_are_tokenised_off_the_event_loop():
         assert not seen  # checked before anything is tokenised
 
 
-async def test_a_request_id_in_use_is_made_unique_and_told(api: Api):
-    async def call() -> Any:
-        return await api.http.post(CHAT, json={"messages": HELLO, "max_tokens": 200}, headers={"X-Request-Id": "same"})
-
-    answers = await asyncio.gather(call(), call())
+async def test_a_request_id_in_use_is_made_unique_and_told():
+    async with make_api(CoreOptions(step_seconds=0.02)) as api:  # the first still runs when the second comes
+        answers = await asyncio.gather(*(api.http.post(CHAT, json={"messages": HELLO, "max_tokens": 100},
+                                                       headers={"X-Request-Id": "same"}) for _ in range(2)))
     ids = {answer.headers["x-request-id"] for answer in answers}
     assert ids == {answer.json()["id"].removeprefix("chatcmpl-") for answer in answers}
     assert len(ids) == 2 and "same" in ids
