@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from stretto.attn.api import Attend
 from stretto.model.config import ConfigError, RopeConfig
 from stretto.model.matrix import CudaMatrix, best_matrix, fixed_matrix
-from stretto.model.shard import Piece, rows_of, whole
+from stretto.model.shard import Piece, modules_of, rows_of, whole
 from stretto.model.weights import Weights
 from stretto.ops.attend import StepAttention
 from stretto.ops.fixed import elementwise
@@ -42,8 +42,8 @@ class Linear:
         bias_of = [replace(p, name=f"{p.name}.bias") for p in pieces] if bias else None
         self._parameters = weight, None if bias_of is None else w.stack_pieces(bias_of)
         self._bias_elsewhere = self._sum is not None and w.shard.rank > 0  # it counts once
-        parts_of = [(p.name, p.rows) for p in pieces]
-        self._delta = w.adapters.declare(parts_of, inputs, order, w.dtype, w.device) if w.adapters is not None else None
+        self._delta = (w.adapters.declare(modules_of(pieces), inputs, order, w.dtype, w.device)
+                       if w.adapters is not None else None)
         w.then(self._settle)
 
     def _settle(self) -> None:

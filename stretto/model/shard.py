@@ -9,7 +9,9 @@ router are whole on every rank, so hidden states are equal on all of them, bit f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -66,3 +68,8 @@ def heads_of(shard: Shard, name: str, heads: int, head_dim: int, first: int = 0,
     """The rows of a rank's heads, of a tensor whose heads begin at row `first`."""
     start, count = cut_heads(shard, heads)
     return Piece(name, heads * head_dim if total is None else total, first + start * head_dim, count * head_dim)
+
+
+def modules_of(pieces: Sequence[Piece]) -> list[tuple[str, int]]:
+    """(name, rows) of the modules that pieces come from; those of one module that follow each other count as one."""
+    return [(name, sum(p.rows for p in of_module)) for name, of_module in groupby(pieces, key=lambda p: p.name)]
