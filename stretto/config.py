@@ -98,6 +98,9 @@ class ScheduleSection:
     and fewer drafts are verified, as far as that helps. Default: as fast as possible over all."""
     session_queue: int = 8
     """Turns that may wait behind the live one of a session; a further one is refused."""
+    session_file: Path | None = None
+    """File in which idle sessions are kept when the engine is stopped, and from which they come back at its start. It
+    holds their tokens, not their KV."""
 
 
 @dataclass(frozen=True)

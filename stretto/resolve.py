@@ -558,7 +558,7 @@ class _Resolution:
         template, strict = self.config.model.chat_template, self.config.model.strict
         self._note("chat template", template, template or "the model's own")
         self._note("strict", strict, strict, "nothing was fitted" if strict else "")
-        for name in ("slo_itl_ms", "max_sessions", "session_ttl", "session_queue"):
+        for name in ("slo_itl_ms", "max_sessions", "session_ttl", "session_queue", "session_file"):
             self._note(name, getattr(schedule, name), getattr(schedule, name))
         return mixed, overlap, prefix
 

@@ -10,6 +10,7 @@ device runs its forward pass; so at most one step is in flight beside the one th
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -17,6 +18,7 @@ from stretto.device.streams import DeviceHalf
 from stretto.engine.adapters import AdapterLoader
 from stretto.engine.trace import StepTrace
 from stretto.host.half import HostHalf
+from stretto.host.saved import load_sessions, save_sessions
 from stretto.protocol import (
     Action,
     EngineInfo,
@@ -49,8 +51,12 @@ class EngineCore:
     of an engine that has room for some."""
 
     def __init__(self, host: HostHalf, device: DeviceHalf, info: EngineInfo, depth: int,
-                 adapters: AdapterLoader | None = None):
+                 adapters: AdapterLoader | None = None, session_file: Path | None = None):
+        """`session_file`: where sessions wait while the engine is away."""
         self.host, self.device, self.info, self.depth, self.adapters = host, device, info, depth, adapters
+        self.session_file = session_file
+        if session_file is not None:
+            load_sessions(host.sessions, info.model_name, session_file)
         self.in_flight = 0
         self.busy_seconds = self.wait_seconds = self.mask_seconds = 0.0
         self.late_masks = self.late_masks_overlapped = 0
@@ -156,3 +162,5 @@ class EngineCore:
         finally:
             self.device.close()
             self.host.close()
+        if self.session_file is not None:
+            save_sessions(self.host.sessions, self.info.model_name, self.session_file)

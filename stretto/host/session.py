@@ -15,7 +15,7 @@ decided here alone, when a verb or a tick looks at the clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import log2
@@ -186,6 +186,22 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def __iter__(self) -> Iterator[Session]:
+        """Least recently used first."""
+        return iter(list(self._open.values()))
+
+    def now(self) -> float:
+        return self._limits.clock()
+
+    @property
+    def room(self) -> int:
+        """Sessions that can be opened without one having to go."""
+        return max(0, self._limits.max_sessions - len(self._open))
+
+    def take_back(self, session: Session) -> None:
+        """One that was saved before the engine started; there must be room for it."""
+        self._open[session.sid] = session
 
     def __contains__(self, sid: str) -> bool:
         return sid in self._open
