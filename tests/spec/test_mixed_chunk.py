@@ -98,7 +98,7 @@ def check(bench: Bench, chunk: int, overlap: bool, policy: str, least: float) ->
         assert mixed[rid].token_ids == unmixed[rid].token_ids == answer.token_ids, f"request {rid}"
     assert counted["mixed_steps"] > 3 and counted["tail_rows"] > 5 and counted["drafted"] > 20
     assert (counted["tail_tokens"] == counted["tail_rows"]) == (policy == "one_in_mixed")
-    assert same_offers(bench.lab, mixed, unmixed, "mixed steps") > 10
+    assert same_offers(bench.lab, mixed, unmixed, "mixed steps") > 5
     if policy == "full":
         assert drafts_of(mixed) == drafts_of(unmixed), "acceptance depends on mixing"
     assert counted["accepted"] >= least * counted["drafted"]
