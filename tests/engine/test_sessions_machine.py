@@ -283,7 +283,7 @@ def test_any_order_with_every_drafter_at_length(labs, monkeypatch, drafter: str,
     install(monkeypatch)
     seen = run_machine(TinySetting(*labs(window), drafter, page), settings(LONG, max_examples=12))
     assert seen["answers"] and seen["drafted"] and seen["aborts"]
-    assert seen["retractions"] or page == 256, "the pool never ran short; of pages that hold a whole sequence it may not"
+    assert seen["retractions"] or page == 256, "the pool never ran short; with pages for a whole sequence it may not"
     assert seen["faults"] == seen["broken_books"] == 0
 
 
