@@ -15,6 +15,7 @@ from cyclopts import Parameter
 
 from stretto import config as settings
 from stretto.cli.options import ServerSections
+from stretto.marked import with_part
 
 START, END = "<!-- settings -->", "<!-- end of settings -->"
 _DEFAULT = re.compile(r"\s*Default: (.*?)\.(?=\s|$)", re.DOTALL)
@@ -78,11 +79,7 @@ def _help_texts() -> dict[tuple[str, str], str]:
 
 def with_table(page: str) -> str:
     """The page with today's table between its marks. Raises ValueError where they are missing."""
-    before, start, rest = page.partition(START)
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        raise ValueError(f"the page lacks the marks {START} and {END}")
-    return f"{before}{START}\n{table()}\n{END}{after}"
+    return with_part(page, START, END, table())
 
 
 if __name__ == "__main__":

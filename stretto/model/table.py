@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from stretto.marked import with_part
+
 START, END = "<!-- families: written by `make docs` -->", "<!-- end of families -->"
 CHECKED = "5.24.0"  # the version of transformers that tests/model/test_families.py was last passed with
 
@@ -51,11 +53,7 @@ def table() -> str:
 
 def with_table(page: str) -> str:
     """The page with the table of today between its marks. ValueError where they are missing."""
-    before, start, rest = page.partition(START)
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        raise ValueError(f"the page lacks the marks {START} and {END}")
-    return f"{before}{START}\n{table()}\n{END}{after}"
+    return with_part(page, START, END, table())
 
 
 if __name__ == "__main__":
