@@ -110,8 +110,8 @@ def main() -> None:
             found.append(row := measure(models, case))
             print(f"| {row['requests']} | {row['prompt']} | {row['answer']} | {row['wall']:.3f} s |"
                   f" {row['wall_deterministic']:.3f} s | {row['ratio']:.2f} | {row['cpu_ratio']:.2f} |", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"device": str(device), "cases": found}, indent=1))
+            if options.json:
+                options.json.write_text(json.dumps({"device": str(device), "cases": found}, indent=1))
 
 
 if __name__ == "__main__":
