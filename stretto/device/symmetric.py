@@ -1,0 +1,63 @@
+"""Memory of a GPU that the other ranks' GPUs write to, for sums so small that their latency is all they cost.
+
+torch's symmetric memory (`torch.distributed._symmetric_memory`) maps each rank's allocation at all others of the host.
+NVLink multicast is left off: a program that ends in the middle of it can take the links of the whole host with it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from stretto.ops.triton_exchange import PROGRAMS, launch_exchange
+
+MOST_BYTES = {2: 8 << 20, 3: 1 << 20, 4: 1 << 20}
+"""Of x, by ranks: what is larger is left to NCCL. Two ranks send each other no more than any other way would; with more
+ranks every one sends all it has to every other."""
+MOST_BYTES_OF_MANY = 512 << 10
+LET_GO = 2**31 - 1  # a count that no program reaches
+
+
+class SymmetricMemory:
+    """Sums and joins over ranks by one launch each. Made on all ranks at the same time, which must be on one host."""
+
+    def __init__(self, rank: int, ranks: int, device: torch.device):
+        """Raises RuntimeError where the GPUs cannot reach each other's memory."""
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        import torch.distributed._symmetric_memory as symmetric  # reads the environment
+
+        self.rank, self.most = rank, MOST_BYTES.get(ranks, MOST_BYTES_OF_MANY)
+        self._slot = self.most // PROGRAMS
+        self._flags_at = 2 * ranks * PROGRAMS * self._slot
+        size = self._flags_at + 4 * ranks * PROGRAMS
+        self._memory = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
+        self._counts = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self._handle = symmetric.rendezvous(self._memory, dist.group.WORLD)
+        self._addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
+        torch.cuda.synchronize(device)  # nobody may write before all are zero
+        dist.barrier()
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return 0 < x.numel() * x.element_size() <= self.most
+
+    def total(self, x: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
+        """As `ops.exchange.total`; on top of `base`, which is contiguous, it is written there."""
+        out = torch.empty_like(x) if base is None else base
+        self._launch(x, out, base)
+        return out
+
+    def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
+        """As `ops.exchange.side_by_side`."""
+        out = x.new_empty(*x.shape[:-1], x.shape[-1] * len(self._addresses))
+        self._launch(x, out, columns=x.shape[-1])
+        return out
+
+    def _launch(self, x: torch.Tensor, out: torch.Tensor, base: torch.Tensor | None = None, columns: int = 0) -> None:
+        launch_exchange(x, out, self._addresses, self._counts, self.rank, self._slot, self._flags_at, base, columns)
+
+    def let_go(self) -> None:
+        """Whoever waits here for another rank waits no more. Of an engine that ends: what comes out is nonsense."""
+        with torch.cuda.stream(torch.cuda.Stream(self._memory.device)):
+            self._memory[self._flags_at :].view(torch.int32).fill_(LET_GO)
