@@ -1,13 +1,23 @@
 """Elastic speculation against fixed widths on one GPU: the whole engine, an 8B shape, drafters whose acceptance is
 scripted, 1..256 rows at contexts of 300 to 8192.
 
-    python -m benchmarks.elastic_gpu --json elastic.json                 # every point, about seven minutes
-    python -m benchmarks.elastic_gpu --only 64x1024 --rounds 5
+    python -m benchmarks.elastic_gpu --json elastic.json --seconds 140     # as many points as fit; again: the others
+    python -m benchmarks.elastic_gpu --only 64x1024 --rounds 7
+    python -m benchmarks.elastic_gpu --shape toy --device cpu --only 8x300 idle --rounds 1 --json -
 
-At each point the same requests run on while policies take turns: none, 1, 3, 5 and 7 drafts, and elastic. A round gives
-every policy so many steps; the first round warms graphs up and does not count. Told is each policy's rate (medians of
-rounds) and the median of elastic over the best fixed one, paired by round. The model's last norm is zero, so that all
-logits are equal, every sampled id is 0, and a drafter can be right as often as it is told to be.
+At each point the same rows run on while policies take turns: none, 1, 3, 5 and 7 drafts, a rule that knows only how
+many tokens a step has, and elastic. Each round fills the rows anew and gives every policy so many steps, in an order
+that rotates; a round before them captures graphs and does not count. Told is each policy's rate, and elastic's over
+those of the best fixed width and of the rule, paired by round.
+
+    round     | fill rows (no model runs) | none | 1 | 3 | 5 | 7 | tokens | elastic |
+    window    | lead: drafts of the policy before | steps that count                 |
+
+The model's last norm is zero, so all logits are equal, every sampled id is 0, and a drafter can be right as often as it
+is told to be. KV memory holds noise. A window's tokens are those that its verified drafts bring on average at the
+scripted acceptance, so that luck does not hide differences of a percent; `luck` is what was accepted over that. Steps
+in which a graph is captured are left out, as they are a server's first ones (`left_out`: of elastic's). Point `idle`:
+an engine without drafter against one whose drafter finds nothing.
 """
 
 from __future__ import annotations
@@ -16,25 +26,27 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.engine_gpu import SHAPES, RandomSource
 from stretto.attn.select import choose_backend
-from stretto.device.graphs import bucket_of, usual_shapes
+from stretto.device.graphs import GraphExecutor, bucket_of, usual_shapes
 from stretto.device.kv import KVCache, group_layers
-from stretto.device.runner import Runner
+from stretto.device.runner import Executor, Runner
 from stretto.device.slots import SlotTable
-from stretto.device.streams import CudaDevice
+from stretto.device.streams import LARGEST_GRAPH, CudaDevice, DeviceHalf, InlineDevice
 from stretto.engine.core import EngineCore
-from stretto.engine.step_times import Samples, StepTimes
-from stretto.host.cost import CostModel
+from stretto.engine.step_times import StepTimes
+from stretto.host.cost import CostModel, StepWork
 from stretto.host.elastic import Choice, Demand, Elastic
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
+from stretto.model.api import CausalModel
 from stretto.model.config import ModelConfig
 from stretto.model.load import build_model
 from stretto.params import SamplingParams
@@ -42,10 +54,16 @@ from stretto.protocol import EngineInfo, Request
 from stretto.ragged import RaggedStep
 from stretto.sample.noise import mix
 from stretto.spec.api import DrafterCaps, Offer, SlotView
+from stretto.wire import StepResult
 
 WIDTH, PAGE, PROMPT = 7, 16, 512
 FIXED = (0, 1, 3, 5, 7)
-SHAPE = "llama-8b"
+GROWTH = 960  # cells that a row may grow by in a round
+LEAD = 4  # steps of a window that do not count: they verify what the policy before had proposed
+ARRIVING = 32  # rows for prompts that arrive meanwhile
+TOY = dict(architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+           num_attention_heads=4, num_key_value_heads=2, vocab_size=512, max_position_embeddings=16384,
+           rope_theta=10000.0, tie_word_embeddings=False)
 
 
 class ZeroNorm(RandomSource):
@@ -55,23 +73,42 @@ class ZeroNorm(RandomSource):
         return super().tensor(name) * (name != "model.norm.weight")
 
 
-class Lucky:
-    """Proposes the right id, 0, with the chance of its slot."""
+class Blind:
+    """Stands in for a model while rows are filled: computes nothing, and every sampled id is 0."""
 
-    def __init__(self, slots: int):
-        self.caps = DrafterCaps(shape="block", max_width=WIDTH)
-        self.chance = torch.zeros(slots, device="cuda")
+    def __init__(self, model: CausalModel):
+        self.model = model
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.model, name)
+
+    def forward(self, ids: torch.Tensor, *_: object) -> torch.Tensor:
+        return torch.zeros(len(ids), self.model.hidden_size, dtype=self.model.dtype, device=ids.device)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(hidden), self.model.vocab_size, device=hidden.device)
+
+
+class Lucky:
+    """Proposes the right id, 0, with the chance of its slot; nothing at all where it is told to be silent."""
+
+    def __init__(self, slots: int, device: torch.device):
+        self.caps = DrafterCaps(shape="block", max_width=WIDTH, variable=True)
+        self.chance = torch.zeros(slots, device=device)
+        self.offers = torch.ones((), dtype=torch.int32, device=device)  # 0: silent
 
     def ingest(self, step: RaggedStep, taps: dict[str, torch.Tensor]) -> None:
         """Needs nothing."""
 
     def propose(self, step: RaggedStep, view: SlotView, width: int) -> Offer:
-        at = view.known[step.slots].long()[:, None] + torch.arange(width, device="cuda")
-        luck = ((mix(at * 1_000_003 + step.slots.long()[:, None]) >> 40) & 0xFFFFFF).float() / 2**24
-        ids = (luck >= self.chance[step.slots][:, None]).long()
-        return Offer(ids, torch.full((len(ids),), width, dtype=torch.int32, device="cuda"))
+        slots = step.slots.long()
+        at = view.known[slots].long()[:, None] + torch.arange(width, device=slots.device)
+        luck = ((mix(at * 1_000_003 + slots[:, None]) >> 40) & 0xFFFFFF).float() / 2**24
+        ids = (luck >= self.chance[slots][:, None]).long()
+        return Offer(ids, (torch.full_like(step.slots, width) * self.offers).int())
 
 
+# ------------------------------------------------------------------------------------------------------------ policies
 class Fixed(Elastic):
     """The same number of drafts, always."""
 
@@ -80,15 +117,41 @@ class Fixed(Elastic):
         self.drafts = drafts
 
     def choose(self, demand: Demand) -> Choice:
-        choice = super().choose(demand)
-        return replace(choice, drafts=[self.drafts] * len(demand.slots), draft_width=WIDTH if self.drafts else 0)
+        rows = len(demand.slots)
+        drafts = min(self.drafts, self._drafted)
+        work = StepWork(rows, rows * (1 + drafts), demand.context)
+        return Choice([drafts] * rows, demand.chunk_tokens, WIDTH if self.drafts else 0, self._drafted, work, 0.0, 0.0)
+
+
+class ByTokens(Fixed):
+    """A rule that knows how long a step of so many tokens takes (as measured at the start, on short contexts) and how
+    often drafts are accepted by all rows together: one number of drafts for all, by the best rate of tokens."""
+
+    def choose(self, demand: Demand) -> Choice:
+        rows, offered = len(demand.slots), np.arange(1 + WIDTH)
+        gains = 1 + np.concatenate([[0.0], np.cumsum(np.cumprod(self.acceptance.usual()))])
+        seconds = self.cost.curve(StepWork(0, 0, 0), rows * (1 + offered) + demand.chunk_tokens)
+        best = int((gains / seconds).argmax()) if rows else 0
+        self.drafts = best or int(self.counters.steps % 64 < 2)  # now and then it looks whether drafts pay again
+        return super().choose(demand)
+
+    def ran(self, result: StepResult, seconds: float) -> None:
+        flight = self._flights.pop(result.seq, None)
+        rows = [(r.slot, flight.allowed[r.slot], r.verified, max(len(r.new) - 1, 0)) for r in result.rows
+                if flight is not None and r.slot in flight.allowed]
+        if rows:
+            self.acceptance.note(*np.asarray(rows).T)
 
 
 class Turns(Elastic):
-    """Whichever policy has its turn."""
+    """Whichever policy has its turn; counts what the results bring, by `chance` [slots]."""
 
-    def __init__(self, policies: dict[str, Elastic]):
+    def __init__(self, policies: dict[str, Elastic], slots: int):
         self.policies, self.now = policies, next(iter(policies.values()))
+        self.widths, self.counters = self.now.widths, self.now.counters
+        self.tokens = self.emitted = 0.0
+        self.left_out = 0  # steps of elastic that do not count
+        self.table = np.ones((slots, 1 + WIDTH))  # [slots, drafts]: tokens that so many verified drafts bring
 
     def choose(self, demand: Demand) -> Choice:
         return self.now.choose(demand)
@@ -96,146 +159,301 @@ class Turns(Elastic):
     def launched(self, *args: object) -> None:
         self.now.launched(*args)  # type: ignore[arg-type]
 
-    def ran(self, *args: object) -> None:
-        self.now.ran(*args)  # type: ignore[arg-type]
+    def ran(self, result: StepResult, seconds: float) -> None:
+        self.now.ran(result, seconds)
+        rows = [(row.slot, row.verified, len(row.new)) for row in result.rows if row.new]
+        if rows:
+            slots, verified, new = np.asarray(rows).T
+            self.tokens += float(self.table[slots, verified].sum())
+            self.emitted += float(new.sum())
+
+    def turn_to(self, name: str) -> None:
+        """The next plan finds what the policy before had proposed."""
+        before, self.now = self.now, self.policies[name]
+        self.now._drafted = before._drafted
 
     def seated(self, slot: int, who: object) -> None:
         for policy in self.policies.values():
             policy.seated(slot, who)  # type: ignore[arg-type]
 
+    def expect(self, chance: np.ndarray) -> None:
+        self.table = 1 + np.concatenate([np.zeros((len(chance), 1)),
+                                         np.cumsum(chance[:, None] ** np.arange(1, 1 + WIDTH), axis=1)], axis=1)
 
+
+# -------------------------------------------------------------------------------------------------------------- points
 @dataclass(frozen=True)
 class Point:
     rows: int
     context: int
     acceptance: str  # "0.3", "0.6", "0.85", "mixed" or "drifting"
-    prompts: bool = False  # prompts arrive meanwhile
+    prompts: bool = False  # prompts arrive meanwhile, a token for each that is generated
 
-    def chance(self, round_: int, slots: int) -> torch.Tensor:
-        if self.acceptance == "mixed":
-            return torch.tensor([0.3, 0.6, 0.85]).repeat(slots)[:slots]
-        value = (0.3, 0.85)[round_ % 2] if self.acceptance == "drifting" else float(self.acceptance)
-        return torch.full((slots,), value)
+    @property
+    def name(self) -> str:
+        return f"{self.rows}x{self.context} {self.acceptance}{' prompts' if self.prompts else ''}"
+
+    @property
+    def drifts(self) -> bool:
+        return self.acceptance == "drifting"
+
+    def chances(self) -> list[tuple[float, ...]]:
+        """Of rows 0, 1, ... in turn, in each part of a window."""
+        if self.drifts:
+            return [(0.3,), (0.85,)]
+        return [(0.3, 0.6, 0.85) if self.acceptance == "mixed" else (float(self.acceptance),)]
 
 
-POINTS = [Point(1, 300, "0.3"), Point(1, 1024, "0.85"), Point(1, 8192, "0.6"), Point(8, 300, "mixed"),
-          Point(8, 1024, "0.3", True), Point(8, 8192, "0.85"), Point(32, 300, "0.6"), Point(32, 1024, "0.85"),
-          Point(32, 1024, "drifting"), Point(32, 8192, "0.3", True), Point(64, 300, "0.3"),
-          Point(64, 300, "0.85", True), Point(64, 1024, "0.6"), Point(64, 1024, "mixed", True),
-          Point(64, 8192, "0.85"), Point(64, 8192, "drifting"),
-          Point(128, 300, "0.6"), Point(128, 1024, "0.3", True), Point(128, 1024, "mixed"),
-          Point(128, 1024, "drifting"),
-          Point(256, 300, "0.3"), Point(256, 300, "0.85"), Point(256, 1024, "0.6", True), Point(256, 1024, "mixed")]
+POINTS = [Point(64, 1024, "0.6"), Point(256, 1024, "0.6", True), Point(128, 1024, "mixed"), Point(1, 1024, "0.85"),
+          Point(64, 300, "0.3"), Point(256, 300, "0.85"), Point(64, 8192, "0.85"), Point(8, 1024, "0.3", True),
+          Point(256, 1024, "mixed"), Point(128, 1024, "drifting"), Point(32, 1024, "0.85"), Point(256, 300, "0.3"),
+          Point(64, 1024, "mixed", True), Point(128, 1024, "0.3", True), Point(1, 300, "0.3"), Point(8, 300, "mixed"),
+          Point(8, 8192, "0.85"), Point(32, 300, "0.6"), Point(64, 300, "0.85", True), Point(64, 8192, "drifting"),
+          Point(128, 300, "0.6"), Point(1, 8192, "0.6"), Point(32, 8192, "0.3", True), Point(32, 1024, "drifting")]
+IDLE_ROWS, IDLE_CONTEXT = (1, 8, 64, 256), 1024
 
 
 class Bench:
-    def __init__(self, seqs: int, cells: int, context: int):
-        config, device = ModelConfig.from_hf(SHAPES[SHAPE]), torch.device("cuda")
-        model = build_model(config, ZeroNorm(config, False), torch.bfloat16, device, context=context)
-        groups, pages = group_layers(model.layers), -(-cells // PAGE)
-        kv = KVCache(model.layers, groups, [pages] * len(groups), PAGE, model.dtype, device)
-        table = SlotTable(seqs + 1, context, PAGE, len(groups), device)
-        self.drafter, self.vocab_size, self.seqs = Lucky(seqs + 1), model.vocab_size, seqs
-        runner = Runner(model, choose_backend(model.layers, PAGE, device, model.dtype), kv, table, self.drafter)
-        self.device = CudaDevice(runner, device)
-        self.device.warm_up(usual_shapes(seqs, 1 + WIDTH, WIDTH))
+    """One model, KV memory, slot table and set of graphs for all points."""
+
+    def __init__(self, shape: str, device: str, seqs: int, cells: int, context: int):
+        settings = SHAPES.get(shape, TOY)
+        config, self.where = ModelConfig.from_hf(settings), torch.device(device)
+        self.model = build_model(config, ZeroNorm(config, False, device), torch.bfloat16, self.where, context=context)
+        groups, pages = group_layers(self.model.layers), -(-cells // PAGE)
+        kv = KVCache(self.model.layers, groups, [pages] * len(groups), PAGE, self.model.dtype, self.where)
+        for tensor in (*kv.k, *kv.v):
+            tensor.normal_()
+        table = SlotTable(seqs + 1, context, PAGE, len(groups), self.where)
+        self.drafter, self.seqs = Lucky(seqs + 1, self.where), seqs
+        backend = choose_backend(self.model.layers, PAGE, self.where, self.model.dtype)
+        self.runner = Runner(self.model, backend, kv, table, self.drafter)
+        self.device: DeviceHalf = (CudaDevice(self.runner, self.where) if device == "cuda"
+                                   else InlineDevice(self.runner))
+        shapes = [s for s in usual_shapes(seqs - ARRIVING, 1 + WIDTH, WIDTH) if not s.sampled]
+        self.device.warm_up([replace(s, draft_width=w) for s in shapes for w in (0, WIDTH)])
         self.limits = HostLimits(page_size=PAGE, pages=(pages,) * len(groups), windows=tuple(g.window for g in groups),
                                  max_slots=seqs + 1, max_model_len=context, chunk=2048, budget=8192, width=WIDTH,
-                                 depth=1, prefix_cache=False)
+                                 depth=1 if device == "cuda" else 0, prefix_cache=False)
         began = time.perf_counter()
-        self.samples: Samples = StepTimes(self.device, self.limits, model.vocab_size).measure()
+        self.samples = StepTimes(self.device, self.limits, self.model.vocab_size).measure()
         print(f"{len(self.samples)} step times in {time.perf_counter() - began:.1f} s", flush=True)
         self.sent = 0
 
-    def engine(self, policy: Elastic) -> EngineCore:
-        info = EngineInfo(model_name=SHAPE, vocab_size=self.vocab_size, max_model_len=self.limits.max_model_len,
-                          max_num_seqs=self.seqs, kv_tokens=self.limits.kv_tokens, eos_token_ids=[])
-        return EngineCore(HostHalf(replace(self.limits, elastic=policy), None), self.device, info, 1)
+    def cost(self) -> CostModel:
+        return CostModel(self.samples, self.limits.budget, bucket_of)
 
-    def submit(self, core: EngineCore, prompt: int, new: int) -> None:
-        self.sent += 1
-        tokens = torch.randint(0, self.vocab_size, (prompt,)).tolist()
+    def policies(self) -> dict[str, Elastic]:
+        shared, slots = self.cost(), self.seqs + 1
+        found: dict[str, Elastic] = {str(k): Fixed(shared, slots, k) for k in FIXED}
+        found["tokens"] = ByTokens(self.cost(), slots, 0)
+        found["elastic"] = Elastic(self.cost(), slots, (0, WIDTH), exact=False)
+        return found
+
+    def engine(self, policy: Elastic | None) -> EngineCore:
+        limits = replace(self.limits, elastic=policy, width=WIDTH if policy else 0)
+        info = EngineInfo(model_name="", vocab_size=self.model.vocab_size, max_model_len=limits.max_model_len,
+                          max_num_seqs=self.seqs, kv_tokens=limits.kv_tokens, eos_token_ids=[])
+        return EngineCore(HostHalf(limits, None), self.device, info, self.limits.depth)
+
+    def submit(self, core: EngineCore, rid: str, prompt: list[int], new: int) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
-        core.submit(Request(rid=str(self.sent), tokens=tokens, sampling=sampling, want_text=False))
+        core.submit(Request(rid=rid, tokens=prompt, sampling=sampling, want_text=False))
 
-    def measure(self, point: Point, rounds: int, steps: int) -> dict[str, object]:
-        """Rates of every policy, tokens a second."""
-        names = [*map(str, FIXED), "elastic"]
-        cost = CostModel(self.samples, self.limits.budget, bucket_of)
-        policies: dict[str, Elastic] = {name: Fixed(cost, self.seqs + 1, k) for name, k in zip(names, FIXED)}
-        policies["elastic"] = Elastic(CostModel(self.samples, self.limits.budget, bucket_of), self.seqs + 1, (0, WIDTH),
-                                      exact=False)
-        turns = Turns(policies)
-        core = self.engine(turns)
-        new = self.limits.max_model_len - point.context - 1
-        for _ in range(point.rows):
-            self.submit(core, point.context, new)
-        while core.host.counters.decode_rows < 2 * point.rows:
+    def fill(self, core: EngineCore, rows: int, context: int) -> None:
+        """Rows that decode at this context, whose KV is whatever the memory holds. They are the same to a policy each
+        time, and their slots are, too."""
+        execute, self.runner.execute = self.runner.execute, self.runner.run_now
+        self.runner.model = Blind(self.model)  # type: ignore[assignment]
+        for row in range(rows):
+            self.submit(core, f"row {row}", [1] * context, self.limits.max_model_len - context - 1)
+        while core.host.queue or any(turn.lease.lo < turn.fill_to for turn in core.host.slots.running if turn.lease):
             core.step()
-        rates: dict[str, list[float]] = {name: [] for name in names}
-        for round_ in range(1 + rounds):
-            self.drafter.chance.copy_(point.chance(round_, self.seqs + 1))
-            for name in names:
-                turns.now = policies[name]
-                rate = self.rate(core, point, steps if round_ else 3 * steps)
-                if round_:
-                    rates[name].append(rate)
-        for rid in range(self.sent + 1):
-            core.abort(str(rid))
+        self.runner.execute, self.runner.model = execute, self.model
+
+    def empty(self, core: EngineCore, turns: Turns | None = None) -> None:
+        """No policy learns from what follows, until one has its turn."""
+        if turns is not None:
+            turns.turn_to(str(FIXED[0]))
+        for turn in [*core.host.slots.running, *core.host.queue]:
+            core.abort(turn.job.request.rid)
         while core.has_work:
             core.step()
-        return _told(point, rates, policies["elastic"])
 
-    def rate(self, core: EngineCore, point: Point, steps: int) -> float:
-        """Of the steps after the first few, which still verify what the policy before had proposed."""
-        for _ in range(4):
+    # ------------------------------------------------------------------------------------------------------ a point
+    def measure(self, point: Point, rounds: int, steps: int) -> dict[str, object]:
+        policies = self.policies()
+        turns, names = Turns(policies, self.seqs + 1), list(policies)
+        core = self.engine(turns)
+        rates: dict[str, list[float]] = {name: [] for name in names}
+        for round_ in range(-1, rounds):
+            for i, name in enumerate(names[round_ % len(names) :] + names[: round_ % len(names)]):
+                if i == 0 or point.drifts:
+                    self.empty(core, turns)
+                    self.fill(core, point.rows, max(64, point.context - GROWTH // 4))
+                turns.turn_to(name)
+                rate = self.window(core, turns, point, steps if round_ >= 0 or name != "elastic" else 2 * steps)
+                if round_ >= 0:
+                    rates[name].append(rate)
+        self.empty(core, turns)
+        return _told(point, rates, policies["elastic"], turns)
+
+    def window(self, core: EngineCore, turns: Turns, point: Point, steps: int) -> float:
+        """Tokens a second of the steps that count. Where acceptance drifts, it changes within the window."""
+        tokens = seconds = 0.0
+        for part, chances in enumerate(point.chances()):
+            self.set_chances(core, turns, chances)
+            found = self.part(core, turns, point, LEAD if part == 0 else 0, 2 * steps if point.drifts else steps)
+            tokens, seconds = tokens + found[0], seconds + found[1]
+        return tokens / max(seconds, 1e-9)
+
+    def set_chances(self, core: EngineCore, turns: Turns, chances: tuple[float, ...]) -> None:
+        chance = np.full(self.seqs + 1, chances[0])
+        for turn in core.host.slots.running:
+            if turn.job.request.rid.startswith("row "):
+                chance[turn.slot] = chances[int(turn.job.request.rid[4:]) % len(chances)]
+        self.drafter.chance.copy_(torch.from_numpy(chance))
+        turns.expect(chance)
+
+    def part(self, core: EngineCore, turns: Turns, point: Point, lead: int, steps: int) -> tuple[float, float]:
+        """(tokens, seconds) of `steps` steps after the first `lead`."""
+        tokens = seconds = owed = 0.0
+        clean = True
+        for step in range(lead + steps):
+            if owed >= PROMPT:
+                owed -= PROMPT
+                self.sent += 1
+                prompt = torch.randint(0, self.model.vocab_size, (PROMPT,)).tolist()
+                self.submit(core, f"prompt {self.sent}", prompt, 16)
+            graphs, before, began = self.graphs(), turns.tokens, time.perf_counter()
             core.step()
-        torch.cuda.synchronize()
-        before, began = core.host.counters.generated_tokens, time.perf_counter()
-        for step in range(steps):
-            if point.prompts and step % 8 == 0:
-                self.submit(core, PROMPT, 16)
+            took, came = time.perf_counter() - began, turns.tokens - before
+            owed += came if point.prompts else 0
+            was_clean, clean = clean, self.graphs() == graphs
+            if step >= lead and clean and was_clean:
+                tokens, seconds = tokens + came, seconds + took
+            elif step >= lead:
+                turns.left_out += turns.now is turns.policies["elastic"]
+        return tokens, seconds
+
+    def graphs(self) -> tuple[int, int]:
+        """How many were captured, and how many shapes were seen."""
+        if not isinstance(self.device, CudaDevice):
+            return 0, 0
+        executor = self.runner.execute
+        assert isinstance(executor, GraphExecutor)
+        return len(executor.graphs), len(executor.seen)
+
+    # --------------------------------------------------------------------------------------------------------- idle
+    def idle(self, rows: int, rounds: int, steps: int) -> dict[str, object]:
+        """Seconds of a step with a drafter that finds nothing over those without any drafter."""
+        policy = Elastic(self.cost(), self.seqs + 1, (0, WIDTH), exact=False)
+        with_drafter, without = self.engine(policy), self.engine(None)
+        execute, plain = self.runner.execute, self.plain_executor()
+        self.drafter.offers.fill_(0)
+        taken: dict[str, list[float]] = {"on": [], "off": []}
+        for round_ in range(-1, rounds):
+            for name, core in (("on", with_drafter), ("off", without))[:: 1 - 2 * (round_ % 2)]:
+                self.runner.execute = plain if name == "off" else execute
+                self.runner.drafter = None if name == "off" else self.drafter
+                self.fill(core, rows, IDLE_CONTEXT)
+                seconds = self.step_seconds(core, 3 * steps)
+                self.empty(core)
+                if round_ >= 0:
+                    taken[name].append(seconds)
+        self.runner.execute, self.runner.drafter = execute, self.drafter
+        self.drafter.offers.fill_(1)
+        paired = sorted(on / off for on, off in zip(taken["on"], taken["off"]))
+        return {"point": f"idle {rows}x{IDLE_CONTEXT}", "step_ms": {n: _ms(v) for n, v in taken.items()},
+                "ratio": round(statistics.median(paired), 4), "ratio_span": [round(paired[0], 4), round(paired[-1], 4)]}
+
+    def plain_executor(self) -> Executor:
+        return GraphExecutor(self.runner, LARGEST_GRAPH) if self.where.type == "cuda" else self.runner.run_now
+
+    def step_seconds(self, core: EngineCore, steps: int) -> float:
+        for _ in range(2 * LEAD):
             core.step()
-        return (core.host.counters.generated_tokens - before) / (time.perf_counter() - began)
+        began = time.perf_counter()
+        for _ in range(steps):
+            core.step()
+        return (time.perf_counter() - began) / steps
 
 
-def _told(point: Point, rates: dict[str, list[float]], elastic: Elastic) -> dict[str, object]:
+def _ms(values: list[float]) -> float:
+    return round(1e3 * statistics.median(values), 4)
+
+
+def _told(point: Point, rates: dict[str, list[float]], elastic: Elastic, turns: Turns) -> dict[str, object]:
     medians = {name: round(statistics.median(values)) for name, values in rates.items()}
     best = max(map(str, FIXED), key=lambda name: medians[name])
-    paired = sorted(ours / theirs for ours, theirs in zip(rates["elastic"], rates[best]))
     counters = elastic.counters
-    return {"rows": point.rows, "context": point.context, "acceptance": point.acceptance, "prompts": point.prompts,
-            "rates": medians, "best": best, "ratio": round(statistics.median(paired), 3),
-            "ratio_span": [round(paired[0], 3), round(paired[-1], 3)], "chosen": counters.chosen,
+    return {"point": point.name, **asdict(point), "rates": medians, "best": best, **_paired(rates, best, "ratio"),
+            **_paired(rates, "tokens", "over_rule"), "chosen": counters.chosen, "probes": counters.probes,
+            "left_out": turns.left_out,
+            "luck": round(turns.emitted / turns.tokens, 4),
             "predicted_over_measured": round(counters.predicted_seconds / max(counters.measured_seconds, 1e-9), 3)}
 
 
-def wanted(only: list[str]) -> Iterator[Point]:
+def _paired(rates: dict[str, list[float]], other: str, name: str) -> dict[str, object]:
+    paired = sorted(ours / theirs for ours, theirs in zip(rates["elastic"], rates[other]))
+    return {name: round(statistics.median(paired), 3), f"{name}_span": [round(paired[0], 3), round(paired[-1], 3)]}
+
+
+def wanted(only: list[str], done: set[str]) -> Iterator[Point]:
     for point in POINTS:
-        if not only or f"{point.rows}x{point.context}" in only:
+        if point.name not in done and (not only or f"{point.rows}x{point.context}" in only):
             yield point
+
+
+def run(args: argparse.Namespace, found: list[dict[str, object]]) -> Iterator[dict[str, object]]:
+    """The points that are not among `found`, while there is time for them."""
+    ends = time.perf_counter() + args.seconds
+    done = {str(entry["point"]) for entry in found}
+    points = list(wanted(args.only, done))
+    idle = [rows for rows in IDLE_ROWS if f"idle {rows}x{IDLE_CONTEXT}" not in done
+            and (not args.only or "idle" in args.only) and rows <= args.most_rows]
+    points = [p for p in points if p.rows <= args.most_rows]
+    sizes = [(p.rows, p.context) for p in points] + [(rows, IDLE_CONTEXT) for rows in idle]
+    if not sizes:
+        return
+    bench = Bench(args.shape, args.device, max(rows for rows, _ in sizes) + ARRIVING,
+                  max(rows * (context + GROWTH) for rows, context in sizes) + ARRIVING * 2 * PROMPT,
+                  max(context for _, context in sizes) + 4 * GROWTH)
+    jobs: list[Callable[[], dict[str, object]]] = [lambda p=p: bench.measure(p, args.rounds, args.steps)  # type: ignore
+                                                   for p in points]
+    jobs[2:2] = [lambda n=n: bench.idle(n, args.rounds, args.steps) for n in idle]  # type: ignore[misc]
+    longest = 0.0
+    for job in jobs:
+        began = time.perf_counter()
+        if began + longest > ends:
+            break
+        yield job() | {"seconds": round(time.perf_counter() - began, 1)}
+        longest = max(longest, time.perf_counter() - began)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=[], help="such as 64x1024: these rows and contexts")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=32, help="of each policy in a round")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="*", default=[], help="such as 64x1024: these rows and contexts; or idle")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=16, help="of each policy in a round")
+    parser.add_argument("--seconds", type=float, default=420, help="after which no further point is begun")
+    parser.add_argument("--most-rows", type=int, default=256)
+    parser.add_argument("--shape", default="llama-8b", help="of the model; toy: a tiny one")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path, help="points that it holds are not measured again; new ones are added")
     args = parser.parse_args()
-    points = list(wanted(args.only))
-    seqs = max(p.rows for p in points) + 8
-    cells = max(p.rows * (p.context + 1536) for p in points) + 16 * 1024
-    bench = Bench(seqs, cells, max(p.context for p in points) + 2048)
-    found = []
-    for point in points:
-        found.append(bench.measure(point, args.rounds, args.steps))
-        print(json.dumps(found[-1]), flush=True)
-    low = min(found, key=lambda f: f["ratio"])
-    print(f"lowest ratio to the best fixed width: {low['ratio']} at {low['rows']} rows, context {low['context']}")
-    if args.json:
-        args.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "shape": SHAPE, "points": found},
-                                        indent=1))
+    kept = args.json is not None and args.json.exists()
+    found: list[dict[str, object]] = json.loads(args.json.read_text())["points"] if kept else []
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    for entry in run(args, found):
+        found.append(entry)
+        print(json.dumps(entry), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps({"device": name, "shape": args.shape, "points": found}, indent=1))
+    ratios = [e for e in found if "best" in e]
+    if ratios:
+        low = min(ratios, key=lambda e: float(str(e["ratio"])))
+        print(f"lowest ratio to the best fixed width: {low['ratio']} at {low['point']}")
 
 
 if __name__ == "__main__":

@@ -43,11 +43,13 @@ def coarse_bucket_of(size: int) -> int:
 
 
 def bucketed(shape: StepShape) -> StepShape:
-    """The bucket of a shape. Tokens and logits are at least the rows, as one of each is the common case."""
+    """The bucket of a shape. Tokens and logits are at least the rows, as one of each is the common case. Widths, which
+    cost a few ids a row, are powers of two: a graph for each of them would be captured in the middle of serving."""
     assert shape.tokens is not None and shape.logits is not None
     bucket = bucket_of if shape.short else coarse_bucket_of
     rows = bucket(shape.rows)
-    return replace(shape, rows=rows, tokens=max(rows, bucket(shape.tokens)), logits=max(rows, bucket(shape.logits)))
+    return replace(shape, rows=rows, tokens=max(rows, bucket(shape.tokens)), logits=max(rows, bucket(shape.logits)),
+                   width=1 << (shape.width - 1).bit_length())
 
 
 def is_usual(shape: StepShape) -> bool:
