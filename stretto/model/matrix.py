@@ -120,7 +120,7 @@ class CudaMatrix(PlainMatrix):
         if self._alone(blocks):
             launch_one_row(x, self._weight, out, blocks, self._pdl, norm, eps, self._bias, gated, add)
         else:
-            launch_few_rows(x, self._weight, out, blocks, self._pdl, self._arrivals, self._bias, gated, add)
+            launch_few_rows(x, self._weight, out, blocks, self._pdl, self._arrivals, norm, eps, self._bias, gated, add)
         return out
 
 

@@ -119,13 +119,14 @@ def _finish(acc, bias, out, tokens, rows, m, n, BIAS: tl.constexpr, ADD: tl.cons
     tl.store(to, acc.to(out.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["m"])
-def few_rows_kernel(x, w, bias, out, partial, arrivals, m, n, inputs, x_stride, BM: tl.constexpr, BN: tl.constexpr,
-                    BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-                    PIECE: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-                    PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+@triton.jit(do_not_specialize=["m", "eps"])
+def few_rows_kernel(x, w, norm, bias, out, partial, arrivals, m, n, inputs, x_stride, eps, BM: tl.constexpr,
+                    BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+                    PIECE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+                    ADD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """out[m, n] (+)= x[m, inputs] W^T for m <= BM. The weights are the left operand: tiles [BN, BK] x [BK, BM].
 
+    NORM: x is multiplied by the norm's weights on the way, and the sums by 1 / rms of their row at the end.
     SPLIT programs share the inputs of a tile of outputs; the last to arrive adds their sums, in order of the parts."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -139,11 +140,20 @@ def few_rows_kernel(x, w, bias, out, partial, arrivals, m, n, inputs, x_stride, 
     x_at = x + tl.minimum(tokens, m - 1)[None, :] * x_stride + k[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     acc_up = tl.zeros((BN, BM), tl.float32)
+    squares = tl.zeros((BK, BM), tl.float32)
     for start in tl.range(0, each, BK, num_stages=STAGES):
         b = tl.load(x_at + start)
+        if NORM:
+            wide = b.to(tl.float32)
+            squares += wide * wide
+            b = (wide * tl.load(norm + start + k).to(tl.float32)[:, None]).to(b.dtype)
         acc = _dot(tl.load(at + start, eviction_policy="evict_first"), b, acc, PRECISION, UPCAST)
         if GATED:
             acc_up = _dot(tl.load(up + start, eviction_policy="evict_first"), b, acc_up, PRECISION, UPCAST)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
+        acc *= scale[None, :]
+        acc_up *= scale[None, :]
     if GATED:
         if BIAS:
             acc += tl.load(bias + rows).to(tl.float32)[:, None]
@@ -179,17 +189,20 @@ def launch_one_row(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: 
 
 
 def launch_few_rows(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: Blocks, pdl: bool,
-                    arrivals: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False,
-                    add: bool = False) -> None:
+                    arrivals: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.0,
+                    bias: torch.Tensor | None = None, gated: bool = False, add: bool = False) -> None:
     """x [m, inputs] with contiguous rows, w [outputs (twice if gated), inputs] and out [m, outputs] contiguous.
-    arrivals: zeros, int32, one a tile of outputs; they are zeros again afterwards."""
+    arrivals: zeros, int32, one a tile of outputs; they are zeros again afterwards. ValueError for a norm where
+    programs share the inputs."""
     (m, inputs), n = x.shape, out.shape[1]
     tokens, split = max(16, triton.next_power_of_2(m)), blocks.split
+    if norm is not None and split > 1:
+        raise ValueError(f"a norm needs all inputs of a row in one program; these blocks share them among {split}")
     partial = x if split == 1 else torch.empty(split * n * tokens, dtype=torch.float32, device=x.device)
     few_rows_kernel[(n // blocks.outputs, split)](
-        x, w, x if bias is None else bias, out, partial, arrivals, m, n, inputs, x.stride(0), BM=tokens,
-        BN=blocks.outputs, BK=blocks.columns, SPLIT=split, STAGES=blocks.stages, AHEAD=blocks.ahead, PIECE=blocks.piece,
-        BIAS=bias is not None, GATED=gated, ADD=add, PDL=pdl,
+        x, w, x if norm is None else norm, x if bias is None else bias, out, partial, arrivals, m, n, inputs,
+        x.stride(0), eps, BM=tokens, BN=blocks.outputs, BK=blocks.columns, SPLIT=split, STAGES=blocks.stages,
+        AHEAD=blocks.ahead, PIECE=blocks.piece, NORM=norm is not None, BIAS=bias is not None, GATED=gated, ADD=add, PDL=pdl,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         UPCAST=INTERPRETED and x.dtype == torch.bfloat16, num_warps=blocks.warps,
         **({"launch_pdl": True} if pdl else {}))
