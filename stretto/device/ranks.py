@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from stretto.device.streams import DeviceHalf
 from stretto.model.shard import Shard
+from stretto.ops.exchange import side_by_side, total
 from stretto.sample.features import StepShape
 from stretto.wire import HEADER, split_plan, without_times
 
@@ -43,14 +44,19 @@ class RankShard(Shard):
     """A rank of several, joined by torch.distributed."""
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
-        dist.all_reduce(x)
-        return x
+        return total(self._parts(x))
+
+    def add(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return base.copy_(total(self._parts(x), base))
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        parts = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(parts, x.contiguous())
-        return parts.view(self.ranks, *x.shape).movedim(0, -2).flatten(-2)
+        return side_by_side(self._parts(x))
+
+    def _parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """x of every rank, in order."""
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        dist.all_gather(parts, x.contiguous())
+        return parts
 
 
 def join_ranks(rank: int, ranks: int, address: str, device: torch.device) -> RankShard:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from stretto.attn.api import Attend
 from stretto.model.config import ConfigError, RopeConfig
 from stretto.model.matrix import CudaMatrix, best_matrix, fixed_matrix
-from stretto.model.shard import Piece, modules_of, rows_of, whole
+from stretto.model.shard import Columns, Piece, columns_of, rows_of, whole
 from stretto.model.weights import Weights
 from stretto.ops.attend import StepAttention
 from stretto.ops.fixed import elementwise
@@ -37,12 +37,13 @@ class Linear:
         these comes at each place; None: as they are. `summed`: each rank has its part of the inputs, and what they
         make of them is added up."""
         pieces = [part if isinstance(part, Piece) else whole(*part) for part in parts]
-        self._order, self._fixed, self._sum = order, w.fixed, w.shard.sum if summed and w.shard.ranks > 1 else None
+        self._order, self._fixed, self._shard = order, w.fixed, w.shard if summed and w.shard.ranks > 1 else None
         weight = w.stack_pieces([replace(p, name=f"{p.name}.weight") for p in pieces], inputs, cut_columns=summed)
         bias_of = [replace(p, name=f"{p.name}.bias") for p in pieces] if bias else None
         self._parameters = weight, None if bias_of is None else w.stack_pieces(bias_of)
-        self._bias_elsewhere = self._sum is not None and w.shard.rank > 0  # it counts once
-        self._delta = (w.adapters.declare(modules_of(pieces), inputs, order, w.dtype, w.device)
+        self._bias_elsewhere = self._shard is not None and w.shard.rank > 0  # it counts once
+        columns = columns_of(w.shard, inputs) if summed else Columns(inputs, 0, inputs)
+        self._delta = (w.adapters.declare(pieces, columns, order, w.dtype, w.device)
                        if w.adapters is not None else None)
         w.then(self._settle)
 
@@ -58,15 +59,18 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, inputs] -> [T, rows]."""
+        made = self._own(x)
+        return made if self._shard is None else self._shard.sum(made)
+
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank makes of its inputs."""
         made = self._matrix(x)
-        if self._sum is not None:
-            return self._sum(made)
         return made if self._delta is None or not self._delta.active else self._delta.add_to(made, x)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual += self(x), in place; returns it."""
-        if self._sum is not None:
-            return residual.add_(self._sum(self._matrix(x)))
+        if self._shard is not None:
+            return self._shard.add(residual, self._own(x))
         made = self._matrix.add_to(residual, x)
         return made if self._delta is None or not self._delta.active else self._delta.add_to(made, x)
 

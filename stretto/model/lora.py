@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from stretto.model.shard import Columns, Piece, modules_of
+
 MARK = ("lora_A.weight", "lora_B.weight")
 PREFIX = "base_model.model."
 
@@ -50,11 +52,13 @@ class AdapterBank:
         self.chosen: torch.Tensor | None = None  # [T, N] of the matrices' type: 1 where the token has that adapter
         self._deltas: dict[str, tuple[Delta, int]] = {}  # by module: its matrix, and which part of it
 
-    def declare(self, parts: Sequence[tuple[str, int]], inputs: int, order: torch.Tensor | None, dtype: torch.dtype,
+    def declare(self, pieces: Sequence[Piece], columns: Columns, order: torch.Tensor | None, dtype: torch.dtype,
                 device: torch.device) -> Delta:
-        """For a matrix of these modules (name, rows), one below the other, its rows then put in `order`."""
-        delta = Delta(self, [rows for _, rows in parts], inputs, order, dtype, device)
-        self._deltas |= {name.removeprefix("model."): (delta, part) for part, (name, _) in enumerate(parts)}
+        """For a matrix of these pieces of modules, one below the other, its rows then put in `order`; of all of them
+        it has these columns."""
+        modules = modules_of(pieces)
+        delta = Delta(self, [of_module for _, of_module in modules], columns, order, dtype, device)
+        self._deltas |= {name.removeprefix("model."): (delta, part) for part, (name, _) in enumerate(modules)}
         return delta
 
     @property
@@ -83,7 +87,7 @@ class AdapterBank:
                                " not have, or cannot have adapted: only its linear layers outside experts and head can")
         for name, (a, b, _) in adapter.modules.items():
             delta, part = self._deltas[name]
-            wanted = (delta.inputs, delta.rows[part])
+            wanted = (delta.columns.total, delta.parts[part][0].total)
             if (a.shape[1], b.shape[0]) != wanted:
                 raise AdapterError(f"{name} of the adapter {adapter.path} maps {a.shape[1]} to {b.shape[0]} features;"
                                    f" the model's maps {wanted[0]} to {wanted[1]}")
@@ -101,14 +105,16 @@ class AdapterBank:
 
 
 class Delta:
-    """The adapters of one matrix."""
+    """The adapters of one matrix, or of a rank's part of it: that rank's columns of A and its rows of B, so that its
+    result is one summand of y like the matrix's own."""
 
-    def __init__(self, bank: AdapterBank, rows: list[int], inputs: int, order: torch.Tensor | None, dtype: torch.dtype,
-                 device: torch.device):
-        self.bank, self.rows, self.inputs, self._order = bank, rows, inputs, order
-        columns = bank.count * len(rows) * bank.rank
-        self.down = torch.zeros(columns, inputs, dtype=dtype, device=device)
-        self.up = torch.zeros(columns, sum(rows), dtype=dtype, device=device)
+    def __init__(self, bank: AdapterBank, parts: list[list[Piece]], columns: Columns, order: torch.Tensor | None,
+                 dtype: torch.dtype, device: torch.device):
+        self.bank, self.parts, self.columns, self._order = bank, parts, columns, order
+        self.rows = [sum(piece.rows for piece in part) for part in parts]
+        places = bank.count * len(parts) * bank.rank
+        self.down = torch.zeros(places, columns.count, dtype=dtype, device=device)
+        self.up = torch.zeros(places, sum(self.rows), dtype=dtype, device=device)
 
     @property
     def active(self) -> bool:
@@ -121,25 +127,26 @@ class Delta:
         t = (x @ self.down.t()).view(len(x), self.bank.count, -1) * chosen[:, :, None]
         return y.addmm_(t.view(len(x), -1), self.up)
 
-    def _columns(self, number: int, part: int) -> slice:
-        first = ((number - 1) * len(self.rows) + part) * self.bank.rank
+    def _places(self, number: int, part: int) -> slice:
+        first = ((number - 1) * len(self.parts) + part) * self.bank.rank
         return slice(first, first + self.bank.rank)
 
     def load(self, number: int, part: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-        columns, rank = self._columns(number, part), a.shape[0]
-        self.down[columns][:rank] = a.to(self.down.dtype)
+        places, rank = self._places(number, part), a.shape[0]
+        self.down[places][:rank] = a[:, self.columns.start :][:, : self.columns.count].to(self.down.dtype)
         first = sum(self.rows[:part])
+        mine = torch.cat([b[piece.start : piece.start + piece.rows] for piece in self.parts[part]])
         grown = torch.zeros(rank, sum(self.rows), dtype=torch.float32)
-        grown[:, first : first + self.rows[part]] = scale * b.float().t()
+        grown[:, first : first + self.rows[part]] = scale * mine.float().t()
         if self._order is not None:
             grown = grown[:, self._order.cpu()]
-        self.up[columns][:rank] = grown.to(self.up.dtype)
+        self.up[places][:rank] = grown.to(self.up.dtype)
 
     def clear(self, number: int) -> None:
-        for part in range(len(self.rows)):
-            columns = self._columns(number, part)
-            self.down[columns] = 0
-            self.up[columns] = 0
+        for part in range(len(self.parts)):
+            places = self._places(number, part)
+            self.down[places] = 0
+            self.up[places] = 0
 
 
 # ------------------------------------------------------------------------------------------------------------ files

@@ -2,6 +2,7 @@
 
     rows     q k v, gate up, head     each rank has some heads, some inner features, some token ids
     columns  o, down                  each rank multiplies what it made itself; the sum over ranks is the result
+    experts  as MLPs                  each rank has a part of the inner features of every expert
 
 This is the scheme of Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053). Norms, embeddings and the
 router are whole on every rank, so hidden states are equal on all of them, bit for bit.
@@ -23,8 +24,12 @@ class Shard:
         self.rank, self.ranks = rank, ranks
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x of every rank added up, in place; the same bits on every rank."""
+        """x of every rank added up, the same bits on every rank. x may be overwritten."""
         return x
+
+    def add(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """base += x of every rank added up, in place; returns it. Both contiguous, base the same on every rank."""
+        return base.add_(x)
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., n] of every rank side by side, [..., n * ranks]."""
@@ -58,6 +63,11 @@ def cut_heads(shard: Shard, heads: int) -> tuple[int, int]:
     return shard.rank * heads // shard.ranks, 1
 
 
+def first_holder(shard: Shard, heads: int) -> bool:
+    """Whether no rank before this one holds the same heads."""
+    return heads >= shard.ranks or shard.rank * heads % shard.ranks < heads
+
+
 def rows_of(shard: Shard, name: str, total: int, first: int = 0, size: int | None = None) -> Piece:
     """A rank's equal part of rows `first` to `first + size` (None: to the end)."""
     start, count = cut(shard, total - first if size is None else size)
@@ -70,6 +80,20 @@ def heads_of(shard: Shard, name: str, heads: int, head_dim: int, first: int = 0,
     return Piece(name, heads * head_dim if total is None else total, first + start * head_dim, count * head_dim)
 
 
-def modules_of(pieces: Sequence[Piece]) -> list[tuple[str, int]]:
-    """(name, rows) of the modules that pieces come from; those of one module that follow each other count as one."""
-    return [(name, sum(p.rows for p in of_module)) for name, of_module in groupby(pieces, key=lambda p: p.name)]
+@dataclass(frozen=True)
+class Columns:
+    """Columns `start` to `start + count` of a matrix that has `total` columns."""
+
+    total: int
+    start: int
+    count: int
+
+
+def columns_of(shard: Shard, total: int) -> Columns:
+    """A rank's equal part."""
+    return Columns(total, *cut(shard, total))
+
+
+def modules_of(pieces: Sequence[Piece]) -> list[tuple[str, list[Piece]]]:
+    """(name, its pieces) of the modules that pieces come from; those of one module follow each other."""
+    return [(name, list(of_module)) for name, of_module in groupby(pieces, key=lambda p: p.name)]
