@@ -1,10 +1,11 @@
 """Answered prompts on disk, and batches of them. Token ids only; a sequence is [prompt | answer].
 
-    batch    ids [B, T], padded on the right      anchors [B, A]: the last known token, from where a draft is made
+A batch is made of windows, into which whole sequences are packed, so that all batches have one shape:
 
-                 prompt            answer
-    ids       p p p p p p p  a a a a a a a a a a . . .
-    anchor                         ^ a draft continues here: ids after it are its labels, states before it its context
+    window    | p p p p a a a a a a | p p a a a a a a a | p p p a a a a . . |     [B, T], the rest is padding
+    position    0 1 2 3 4 ...         0 1 2 ...           0 1 2 ...
+    anchor            the last known id ^ from where a draft is made: ids after it are its labels, states of the same
+                                          sequence before it its context
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-PADDED = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1152)  # lengths of batches; longer sequences are cut
+WINDOW = 2048  # ids of a window; longer sequences are cut
 VALIDATION = 128  # sequences that are never trained on
 
 
@@ -53,53 +54,64 @@ class Answers:
 
 @dataclass(frozen=True)
 class Batch:
-    """Shapes: B sequences, T positions, A anchors a sequence, K labels after an anchor."""
+    """Shapes: B windows, T positions, A anchors a window, K labels after an anchor."""
 
     rows: torch.Tensor  # [B, T] int64: the place of each position in the packed data
-    anchors: torch.Tensor  # [B, A] int64: positions
+    owner: torch.Tensor  # [B, T] int64: its sequence; -1 for padding
+    position: torch.Tensor  # [B, T] int64: in its sequence
+    anchors: torch.Tensor  # [B, A] int64: places in the window
     labels: torch.Tensor  # [B, A, K] int64: ids after the anchor
     label_rows: torch.Tensor  # [B, A, K] int64: packed places of the positions that predict them
     valid: torch.Tensor  # [B, A, K] bool: inside the answer
 
 
 class Dataset:
-    """Answers of at least `width` tokens, packed in one tensor on the device."""
+    """Answers of at least `width` tokens, of one file or several, packed in one tensor on the device."""
 
-    def __init__(self, path: Path, width: int, device: torch.device, seed: int = 0):
-        stored = np.load(path)
+    def __init__(self, paths: Sequence[Path], width: int, device: torch.device, seed: int = 0):
+        stored = [np.load(path) for path in paths]
         self.width, self.device = width, device
-        self.ids = torch.from_numpy(stored["ids"].astype(np.int64)).to(device)
-        starts, prompts = torch.from_numpy(stored["starts"]), torch.from_numpy(stored["prompts"]).long()
-        self.start, self.stop, self.prompt = starts[:-1].to(device), starts[1:].to(device), prompts.to(device)
-        self.lengths = (starts[1:] - starts[:-1])  # on the host: they decide shapes
+        self.ids = torch.from_numpy(np.concatenate([s["ids"] for s in stored]).astype(np.int64)).to(device)
+        self.lengths = torch.from_numpy(np.concatenate([np.diff(s["starts"]) for s in stored]))  # on the host
+        prompts = torch.from_numpy(np.concatenate([s["prompts"] for s in stored])).long()
+        greedy = torch.from_numpy(np.concatenate([s["greedy"] for s in stored]))
+        self.stop = self.lengths.cumsum(0).to(device)
+        self.start, self.prompt = self.stop - self.lengths.to(device), prompts.to(device)
         usable = (self.lengths - prompts > width).nonzero().flatten()
         order = usable[torch.randperm(len(usable), generator=torch.Generator().manual_seed(seed))]
-        greedy = torch.from_numpy(stored["greedy"])
         held = min(VALIDATION, len(order) // 8)
         self.validation = order[greedy[order]][:held]  # greedy answers: acceptance is simulated on them
         self.train = order[~torch.isin(order, self.validation)]
-        answer = torch.arange(len(self.ids), device=device)
-        owner = torch.searchsorted(self.stop, answer, right=True)
-        self.answer_ids = self.ids[answer >= self.start[owner] + self.prompt[owner]]
+        places = torch.arange(len(self.ids), device=device)
+        self.owner = torch.searchsorted(self.stop, places, right=True)
+        self.position = places - self.start[self.owner]
+        answered = self.position >= self.prompt[self.owner]
+        self.answer_ids = self.ids[answered]
+        self.anchorable = answered & (places + 1 < self.stop[self.owner])
 
-    def batches(self, tokens: int, anchors: int, seed: int = 0) -> Iterator[Batch]:
-        """Endlessly: sequences of similar lengths, about `tokens` positions and `anchors` anchors in all. Shapes are
-        few, so that a GPU's memory does not fall into pieces."""
+    def batches(self, tokens: int, anchors: int, seed: int = 0, window: int = WINDOW) -> Iterator[Batch]:
+        """Endlessly: batches of `tokens` positions and `anchors` random anchors, all of one shape."""
         host, device = torch.Generator().manual_seed(seed), torch.Generator(self.device).manual_seed(seed)
-        padded = torch.tensor([min(n for n in PADDED if n >= length or n == PADDED[-1]) for length in
-                               self.lengths[self.train].tolist()])
+        count = max(1, tokens // window)
         while True:
-            groups = []
-            for length in padded.unique().tolist():
-                mine = self.train[padded == length]
-                each = max(1, tokens // length)
-                mine = mine[torch.randperm(len(mine), generator=host)]
-                mine = torch.cat([mine, mine[torch.randint(len(mine), (-len(mine) % each,), generator=host)]])
-                groups += [(length, chosen) for chosen in mine.split(each)]
-            for i in torch.randperm(len(groups), generator=host).tolist():
-                length, chosen = groups[i]
-                each = max(1, anchors // len(chosen))
-                yield self.batch(chosen, self._random_anchors(chosen.to(self.device), each, length, device), length)
+            windows = self._windows(window, host)
+            for chosen in windows[torch.randperm(len(windows), generator=host)].split(count):
+                if len(chosen) == count:
+                    yield self.batch(chosen.to(self.device), anchors // count, device)
+
+    def _windows(self, window: int, generator: torch.Generator) -> torch.Tensor:
+        """All sequences to train on, in random order, each in the first window that has room after the one before:
+        places in the packed data, -1 for padding, [W, window] int32."""
+        order = self.train[torch.randperm(len(self.train), generator=generator)]
+        starts = (self.lengths.cumsum(0) - self.lengths)[order].tolist()
+        full, free = [], window + 1
+        for start, length in zip(starts, self.lengths[order].clamp(max=window).tolist(), strict=True):
+            if length > window - free:
+                full.append(np.full(window, -1, np.int32))
+                free = 0
+            full[-1][free : free + length] = np.arange(start, start + length)
+            free += length
+        return torch.from_numpy(np.stack(full))
 
     def groups(self, ordered: torch.Tensor, tokens: int) -> Iterator[torch.Tensor]:
         """Sequences in order of length, in groups of about `tokens` positions."""
@@ -111,20 +123,29 @@ class Dataset:
             yield ordered[first:last]
             first = last
 
-    def _random_anchors(self, chosen: torch.Tensor, count: int, length: int,
-                        generator: torch.Generator) -> torch.Tensor:
-        """[B, count], from the answer's first token to the last that has one after it, among `length` positions."""
-        low, high = self.prompt[chosen], (self.stop[chosen] - self.start[chosen]).clamp(max=length) - 1
-        share = torch.rand(len(chosen), count, device=self.device, generator=generator)
-        return (low[:, None] + share * (high - low)[:, None]).long()
-
-    def batch(self, chosen: torch.Tensor, anchors: torch.Tensor, length: int | None = None) -> Batch:
-        """Sequences padded or cut to `length`; None: to the longest."""
-        most = length or int(self.lengths[chosen].max())
+    def whole(self, chosen: torch.Tensor) -> Batch:
+        """One sequence a window, and every place of its answer that can be one is an anchor."""
+        places = torch.arange(int(self.lengths[chosen].max()), device=self.device)
         sequences = chosen.to(self.device)
-        start, stop = self.start[sequences], self.stop[sequences]
-        rows = (start[:, None] + torch.arange(most, device=self.device)).clamp(max=len(self.ids) - 1)
-        after = start[:, None, None] + anchors[:, :, None] + torch.arange(1, self.width + 1, device=self.device)
-        valid = after < stop[:, None, None]
+        rows = self.start[sequences][:, None] + places
+        rows = torch.where(rows < self.stop[sequences][:, None], rows, -1)
+        most = int((self.lengths[chosen].to(self.device) - self.prompt[sequences]).max()) - 1
+        return self.batch(rows, most, None)
+
+    def batch(self, windows: torch.Tensor, anchors: int, generator: torch.Generator | None) -> Batch:
+        """windows [B, T]: places in the packed data, -1 for padding. Of the places where an answer goes on, `anchors`
+        are taken, at random, or the first ones without a generator; where there are fewer, others are not valid."""
+        rows = windows.long().clamp(min=0)
+        inside, width = windows >= 0, windows.shape[1]
+        able = self.anchorable[rows] & inside
+        rank = (torch.rand(rows.shape, device=self.device, generator=generator) if generator is not None else
+                torch.linspace(1, 0.5, width, device=self.device).expand(rows.shape))
+        at = rank.masked_fill(~able, -1).topk(min(anchors, width), 1).indices
+        if generator is None:
+            at = at.masked_fill(~able.gather(1, at), width).sort(1).values.clamp(max=width - 1)
+        place = rows.gather(1, at)
+        after = place[..., None] + torch.arange(1, self.width + 1, device=self.device)
+        valid = (after < self.stop[self.owner[place]][..., None]) & able.gather(1, at)[..., None]
         after = after.clamp(max=len(self.ids) - 1)
-        return Batch(rows, anchors, self.ids[after], after - 1, valid)
+        owner = torch.where(inside, self.owner[rows], -1)
+        return Batch(rows, owner, self.position[rows], at.clamp(min=1), self.ids[after], after - 1, valid)

@@ -96,28 +96,46 @@ def layer_config(teacher: Teacher, shape: Shape, model_type: str) -> Config:
             "target_fingerprint": fingerprint(teacher.norm)}
 
 
-def eagle3(folder: Path, head: Eagle3, teacher: Teacher, shape: Shape) -> None:
-    """The original layout, with the maps between the vocabularies."""
+def layers_of(teacher: Teacher, shape: Shape) -> list[int]:
+    """After which of the target's layers the states are that the head reads."""
+    return [teacher.taps[i] for i in shape.columns]
+
+
+def vocabulary(head: Any, vocab: int) -> tuple[Config, Tensors]:
+    """A reduced vocabulary and the maps between it and the target's; nothing where all ids are drafted."""
     ids = head.ids.cpu()
+    if len(ids) == vocab:
+        return {}, {}
+    maps = {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(vocab), ids)}
+    return {"draft_vocab_size": len(ids)}, maps
+
+
+def eagle3(folder: Path, head: Eagle3, teacher: Teacher, shape: Shape) -> None:
+    """The original layout."""
     config = layer_config(teacher, shape, "llama") | {
-        "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(ids), "target_hidden_size": shape.hidden,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(teacher.taps), "use_aux_hidden_state": True}}
-    save(folder, config, tensors_of(head) | {"d2t": ids - torch.arange(len(ids)),
-                                             "t2d": torch.isin(torch.arange(config["vocab_size"]), ids)})
+        "architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": shape.hidden,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers_of(teacher, shape), "use_aux_hidden_state": True}}
+    more, maps = vocabulary(head, config["vocab_size"])
+    save(folder, config | more, tensors_of(head) | maps)
 
 
 def dflash(folder: Path, head: DFlash, teacher: Teacher, shape: Shape, mask: int) -> None:
-    """z-lab's layout. `mask`: the id whose embedding stands for what is not known yet."""
-    save(folder, layer_config(teacher, shape, "qwen3") | {
+    """z-lab's layout, but for the reduced vocabulary, whose head is made of rows of the target's. `mask`: the id whose
+    embedding stands for what is not known yet."""
+    config = layer_config(teacher, shape, "qwen3") | {
         "architectures": ["DFlashDraftModel"], "block_size": head.size,
         "layer_types": ["full_attention"] * shape.layers,
-        "dflash_config": {"target_layer_ids": list(teacher.taps), "mask_token_id": mask}}, tensors_of(head))
+        "dflash_config": {"target_layer_ids": layers_of(teacher, shape), "mask_token_id": mask}}
+    more, maps = vocabulary(head, config["vocab_size"])
+    save(folder, config | more, tensors_of(head) | maps)
 
 
 def dspark(folder: Path, head: DSpark, teacher: Teacher, shape: Shape, mask: int) -> None:
-    """DeepSpec's layout, with a vanilla Markov head."""
-    save(folder, layer_config(teacher, shape, "qwen3") | {
+    """DeepSpec's layout, with a vanilla Markov head; a reduced vocabulary as in `dflash`."""
+    config = layer_config(teacher, shape, "qwen3") | {
         "architectures": ["Qwen3DSparkModel"], "block_size": head.size, "mask_token_id": mask,
-        "target_layer_ids": list(teacher.taps), "layer_types": ["full_attention"] * shape.layers,
+        "target_layer_ids": layers_of(teacher, shape), "layer_types": ["full_attention"] * shape.layers,
         "markov_rank": head.markov_head.markov_w1.embedding_dim, "markov_head_type": "vanilla",
-        "enable_confidence_head": True, "confidence_head_with_markov": True}, tensors_of(head))
+        "enable_confidence_head": True, "confidence_head_with_markov": True}
+    more, maps = vocabulary(head, config["vocab_size"])
+    save(folder, config | more, tensors_of(head) | maps)

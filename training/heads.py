@@ -25,27 +25,45 @@ class Shape:
     kv_heads: int
     head_dim: int
     layers: int
-    taps: int
+    columns: tuple[int, ...]  # which of the states that are kept of the target the head reads
     theta: float
     eps: float
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a head reads. B sequences, T positions, A anchors, K drafts."""
+    """What a head reads. B windows, T positions, A anchors, K drafts."""
 
-    taps: torch.Tensor  # [B, T, taps * E], of the target
+    taps: torch.Tensor  # [B, T, n, E]: the target's states after n layers
     embedded: torch.Tensor  # [B, T, E], of the ids
-    anchors: torch.Tensor  # [B, A]
+    owner: torch.Tensor  # [B, T] int64: the sequence that each position is of
+    position: torch.Tensor  # [B, T] int64: in it
+    anchors: torch.Tensor  # [B, A] int64: places in the window, none of which begins a sequence
     following: torch.Tensor  # [B, A, K, E]: embedding of the id before each draft (the anchor's own for the first)
     before: torch.Tensor  # [B, A, K] int64: those ids
+
+    def visible(self) -> torch.Tensor:
+        """Which positions each anchor comes after, or stands on: those of its own sequence. [B, A, T] bool."""
+        places = torch.arange(self.owner.shape[1], device=self.owner.device)
+        same = self.owner[:, None] == self.owner.gather(1, self.anchors)[..., None]
+        return same & (places <= self.anchors[..., None])
+
+
+def taken(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """x [B, T, E] at places [B, A] -> [B, A, E]."""
+    return x.gather(1, at[..., None].expand(-1, -1, x.shape[2]))
+
+
+def picked(taps: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
+    """Some of the states side by side: [B, T, n, E] -> [B, T, columns * E]."""
+    return torch.cat([taps[:, :, i] for i in columns], -1)
 
 
 Factors = list[tuple[torch.Tensor, torch.Tensor]]  # x [N, E] and w [D, E]: the sum of x w^T is the logits
 
 
 class Head(Protocol):
-    ids: torch.Tensor | None  # [D] int64: target ids of its own vocabulary; None: all of them
+    ids: torch.Tensor  # [D] int64: target ids of its own vocabulary
 
     def drafts(self, seen: Seen) -> torch.Tensor:
         """-> [B, A, K, E]."""
@@ -89,7 +107,8 @@ class Eagle3(nn.Module):
     def __init__(self, shape: Shape, ids: torch.Tensor, norm: torch.Tensor, head: torch.Tensor):
         """norm [E] and head [V, E]: the target's, to start from."""
         super().__init__()
-        self.fc = nn.Linear(shape.taps * shape.hidden, shape.hidden, bias=False)
+        self.columns = shape.columns
+        self.fc = nn.Linear(len(shape.columns) * shape.hidden, shape.hidden, bias=False)
         self.midlayer = EagleLayer(shape)
         self.norm = RMSNorm(shape.hidden, shape.eps)
         self.lm_head = nn.Linear(shape.hidden, len(ids), bias=False)
@@ -102,20 +121,20 @@ class Eagle3(nn.Module):
 
     def drafts(self, seen: Seen) -> torch.Tensor:
         layer, attn, anchors = self.midlayer, self.midlayer.self_attn, seen.anchors
-        b, t, _ = seen.embedded.shape
-        device, at = anchors.device, torch.arange(b, device=anchors.device)[:, None]
-        features = self.fc(seen.taps)
+        features = self.fc(picked(seen.taps, self.columns))
         cells = layer.joined(seen.embedded[:, 1:], features[:, :-1])  # cell p at place p-1
-        context = attn.keys(cells, torch.arange(t - 1, device=device).expand(b, -1), self.rotary)
-        before = torch.arange(1, t, device=device) <= anchors[..., None]  # [B, A, T-1]
-        feature, x, out, own = features[at, anchors - 1], cells[at, anchors - 1], [], []
+        turned = (seen.position[:, 1:] - 1).clamp(min=0)
+        context = attn.keys(cells, turned, self.rotary)
+        before = seen.visible()[..., 1:] & (seen.position[:, None, 1:] > 0)  # [B, A, T-1]
+        at = anchors - 1
+        before = before.scatter(2, at[..., None], True)  # an anchor sees its own cell
+        feature, x, first, own, out = taken(features, at), taken(cells, at), turned.gather(1, at), [], []
         for step in range(seen.following.shape[2]):
-            place = anchors - 1 + step
             if step:
                 x = layer.joined(seen.following[:, :, step], feature)
-                own.append(attn.keys(x, place, self.rotary))
+                own.append(attn.keys(x, first + step, self.rotary))
             chain = tuple(torch.stack(parts, 2) for parts in zip(*own, strict=True)) if own else None
-            q = attn.queries(x, place, self.rotary)[:, :, None]
+            q = attn.queries(x, first + step, self.rotary)[:, :, None]
             feature = feature + attn.attend(q, context, chain, before)[:, :, 0]
             feature = feature + layer.mlp(layer.post_attention_layernorm(feature))
             out.append(feature)
@@ -140,12 +159,14 @@ class BlockLayer(nn.Module):
 class DFlash(nn.Module):
     """DFLASH (arXiv 2602.06036): the block [last id, mask ...] sees the target's states before it, and itself."""
 
-    def __init__(self, shape: Shape, size: int, mask: torch.Tensor, norm: torch.Tensor, head: torch.Tensor,
-                 from_anchor: bool = False):
-        """size: positions of a block.  mask [E]: embedding of the mask id.  norm [E], head [V, E]: the target's, of
-        which the head is shared.  from_anchor: hidden state i speaks of the id after its own position."""
+    def __init__(self, shape: Shape, size: int, mask: torch.Tensor, ids: torch.Tensor, norm: torch.Tensor,
+                 head: torch.Tensor, from_anchor: bool = False):
+        """size: positions of a block.  mask [E]: embedding of the mask id.  ids [D]: those that can be drafted.  norm
+        [E], head [V, E]: the target's, of which the head is shared.  from_anchor: hidden state i speaks of the id after
+        its own position."""
         super().__init__()
-        self.fc = nn.Linear(shape.taps * shape.hidden, shape.hidden, bias=False)
+        self.columns = shape.columns
+        self.fc = nn.Linear(len(shape.columns) * shape.hidden, shape.hidden, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden, shape.eps)
         self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.hidden, shape.eps)
@@ -153,23 +174,21 @@ class DFlash(nn.Module):
         small_start(self)
         with torch.no_grad():
             self.norm.weight.copy_(START * norm)
-        self.size, self.from_anchor, self.ids = size, from_anchor, None
+        self.size, self.from_anchor = size, from_anchor
         self.register_buffer("mask", mask.clone(), persistent=False)
-        self.register_buffer("head", head, persistent=False)
+        self.register_buffer("ids", ids, persistent=False)
+        self.register_buffer("head", head[ids], persistent=False)
 
     def drafts(self, seen: Seen) -> torch.Tensor:
         anchors, size = seen.anchors, self.size
-        b, t, e = seen.embedded.shape
-        device = anchors.device
-        states = self.hidden_norm(self.fc(seen.taps))
-        x = self.mask.float().expand(b, anchors.shape[1], size, e).clone()
+        states = self.hidden_norm(self.fc(picked(seen.taps, self.columns)))
+        x = self.mask.float().expand(*anchors.shape, size, -1).clone()
         x[:, :, 0] = seen.following[:, :, 0].float()
-        place = anchors[..., None] + torch.arange(size, device=device)
-        at = torch.arange(t, device=device).expand(b, -1)
-        before = at[:, None] < anchors[..., None]  # [B, A, T]
+        place = seen.position.gather(1, anchors)[..., None] + torch.arange(size, device=anchors.device)
+        before = seen.visible().scatter(2, anchors[..., None], False)  # [B, A, T]: the anchor's state is not known yet
         for layer in self.layers:
             attn, normed = layer.self_attn, layer.input_layernorm(x)
-            context, own = attn.keys(states, at, self.rotary), attn.keys(normed, place, self.rotary)
+            context, own = attn.keys(states, seen.position, self.rotary), attn.keys(normed, place, self.rotary)
             x = x + attn.attend(attn.queries(normed, place, self.rotary), context, own, before)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         x = self.norm(x)
@@ -183,9 +202,9 @@ class DFlash(nn.Module):
 
 
 class Markov(nn.Module):
-    def __init__(self, vocab: int, rank: int):
+    def __init__(self, vocab: int, drafted: int, rank: int):
         super().__init__()
-        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, vocab, bias=False)
+        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, drafted, bias=False)
         nn.init.normal_(self.markov_w1.weight, std=1.0)
         nn.init.zeros_(self.markov_w2.weight)
 
@@ -193,9 +212,10 @@ class Markov(nn.Module):
 class DSpark(DFlash):
     """DSPARK: DFLASH's block, whose logits the id before each draft corrects; and a guess whether it is right."""
 
-    def __init__(self, shape: Shape, size: int, mask: torch.Tensor, norm: torch.Tensor, head: torch.Tensor, rank: int):
-        super().__init__(shape, size, mask, norm, head, from_anchor=True)
-        self.markov_head = Markov(len(head), rank)
+    def __init__(self, shape: Shape, size: int, mask: torch.Tensor, ids: torch.Tensor, norm: torch.Tensor,
+                 head: torch.Tensor, rank: int):
+        super().__init__(shape, size, mask, ids, norm, head, from_anchor=True)
+        self.markov_head = Markov(len(head), len(ids), rank)
         self.confidence_head = nn.ModuleDict({"proj": nn.Linear(shape.hidden + rank, 1)})
 
     def factors(self, hidden: torch.Tensor, before: torch.Tensor) -> Factors:
@@ -206,10 +226,10 @@ class DSpark(DFlash):
         return self.confidence_head["proj"](torch.cat([hidden, self.markov_head.markov_w1(before)], -1).detach())[:, 0]
 
 
-def shape_of(config: Any, inner: int, layers: int, taps: int) -> Shape:
+def shape_of(config: Any, inner: int, layers: int, columns: tuple[int, ...]) -> Shape:
     """config: transformers' configuration of the target."""
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") or config.rope_theta
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Shape(config.hidden_size, inner, config.num_attention_heads, config.num_key_value_heads, head_dim, layers,
-                 taps, float(theta), config.rms_norm_eps)
+                 columns, float(theta), config.rms_norm_eps)

@@ -1,10 +1,17 @@
-"""The training loop that all heads share: boxed in time, with the acceptance of the drafts simulated on the way."""
+"""The training loop: several heads side by side, boxed in time, with the acceptance of their drafts simulated.
+
+All heads read the same batches and the same states of the target, of which there is one copy. On a GPU the step of
+each head, optimisers included, is captured as one CUDA graph: a step has a thousand small kernels, whose launches
+would take ten times as long as their work.
+
+    batch -> inputs (always in the same memory) -> graph of head 1 -> graph of head 2 -> ...
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -12,20 +19,22 @@ import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from training.answers import VALIDATION, Batch, Dataset
+from training.answers import VALIDATION, WINDOW, Batch, Dataset
 from training.export import round_weights
 from training.heads import Head, Seen, logits_of
-from training.target import Teacher
+from training.optim import optimizers_of
+from training.target import Memory, Teacher
 
 WARM_UP = 50  # steps until the learning rate is reached
+BEFORE_CAPTURE = 3  # steps that are run as they are
 GLANCE = 16  # answers whose acceptance is simulated during training
 
 
 @dataclass(frozen=True)
 class Options:
-    """`minutes`: of optimisation; loading the target and its hidden states come before. `tokens` and `anchors`: of a
-    batch. `decay`: weight of a draft in relation to the one before it. `hard`: share of the true ids in the loss; the
-    rest is of the target's probabilities."""
+    """`minutes`: of optimisation; the target's hidden states come before. `tokens` and `anchors`: of a batch. `decay`:
+    weight of a draft in relation to the one before it. `hard`: share of the true ids in the loss; the rest is of the
+    target's probabilities."""
 
     minutes: float = 2.0
     tokens: int = 8_192
@@ -34,24 +43,20 @@ class Options:
     decay: float = 0.8
     hard: float = 0.5
     seed: int = 0
-
-
-def pick_device() -> tuple[torch.device, torch.dtype]:
-    """bfloat16 on a GPU, float32 elsewhere."""
-    cuda = torch.cuda.is_available()
-    return torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
+    window: int = WINDOW
 
 
 class SparseCrossEntropy(torch.autograd.Function):
     """-sum(weights * log softmax(logits)[ids]) where the logits are a sum of products, which are computed once and kept
-    as probabilities in the type of the factors: with 49,152 ids memory traffic is what a step waits for."""
+    as probabilities in the type of the factors: with many ids memory traffic is what a step waits for."""
 
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weights: torch.Tensor, *flat: torch.Tensor
                 ) -> tuple[torch.Tensor, torch.Tensor]:
         """ids, weights [N, L]; x, w of each factor. Returns the sum, and the likeliest id of each row, [N]."""
         factors = list(zip(flat[::2], flat[1::2], strict=True))
-        p = logits_of(factors).softmax(-1)
+        logits = logits_of(factors)
+        p = torch.softmax(logits, -1, dtype=logits.dtype)
         ctx.save_for_backward(p, ids, weights, *flat)
         return -(weights * p.gather(1, ids).float().clamp(min=1e-20).log()).sum(), p.argmax(-1)
 
@@ -68,132 +73,191 @@ class SparseCrossEntropy(torch.autograd.Function):
         return tuple(out)
 
 
-class Trainer:
-    """Trains one head on the answers of a file."""
+@dataclass(frozen=True)
+class Inputs:
+    """All that a step of any head reads. N anchors and drafts: B * A * K."""
 
-    def __init__(self, head: Head, data: Dataset, teacher: Teacher, options: Options):
-        self.head, self.data, self.teacher, self.options = head, data, teacher, options
-        self.memory = teacher.remember(data)
-        self.weight = options.decay ** torch.arange(data.width, device=data.device)
-        self.own_ids: torch.Tensor | None = None  # [V] int64: the head's id of each of the target's, -1: none
-        if head.ids is not None:
-            self.own_ids = torch.full((len(teacher.head),), -1, device=data.device)
-            self.own_ids[head.ids] = torch.arange(len(head.ids), device=data.device)
+    seen: Seen
+    labels: torch.Tensor  # [B, A, K] int64
+    valid: torch.Tensor  # [B, A, K] bool
+    likely: torch.Tensor  # [B, A, K, L] int64: what the target finds likely
+    probabilities: torch.Tensor  # [B, A, K, L]
+
+    def cut(self, drafts: int) -> Inputs:
+        """Of the first drafts only."""
+        seen = replace(self.seen, following=self.seen.following[:, :, :drafts], before=self.seen.before[:, :, :drafts])
+        return Inputs(seen, self.labels[:, :, :drafts], self.valid[:, :, :drafts], self.likely[:, :, :drafts],
+                      self.probabilities[:, :, :drafts])
+
+    def fill(self, other: Inputs) -> None:
+        """Takes over the values of another, in place."""
+        for field in fields(self.seen):
+            getattr(self.seen, field.name).copy_(getattr(other.seen, field.name))
+        for name in ("labels", "valid", "likely", "probabilities"):
+            getattr(self, name).copy_(getattr(other, name))
+
+
+def inputs_of(batch: Batch, data: Dataset, teacher: Teacher, memory: Memory) -> Inputs:
+    before = data.ids[batch.label_rows]  # label_rows are the positions before each draft
+    seen = Seen(memory.taps[batch.rows], teacher.embedding[data.ids[batch.rows]], batch.owner, batch.position,
+                batch.anchors, teacher.embedding[before], before)
+    return Inputs(seen, batch.labels, batch.valid, memory.ids[batch.label_rows].long(),
+                  memory.probabilities[batch.label_rows])
+
+
+class Trainer:
+    """Trains one head, of `drafts` drafts."""
+
+    def __init__(self, head: Head, drafts: int, teacher: Teacher, options: Options):
+        self.head, self.drafts, self.options = head, drafts, options
+        self.device = teacher.embedding.device
+        self.weight = options.decay ** torch.arange(drafts, device=self.device)
+        self.own_ids = torch.full((len(teacher.head),), -1, device=self.device)  # of each of the target's; -1: none
+        self.own_ids[head.ids] = torch.arange(len(head.ids), device=self.device)
         self.optimizers = optimizers_of(head, options.rate)
         self.parameters = [p for optimizer in self.optimizers for group in optimizer.param_groups
                            for p in group["params"]]
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._done = 0
 
-    def run(self) -> int:
-        """Returns the number of steps."""
-        options, data = self.options, self.data
-        began, steps, said = time.monotonic(), 0, 0.0
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, refresh_per_second=1) as progress:
-            task = progress.add_task("training", total=1.0)
-            for batch in data.batches(options.tokens, options.anchors, options.seed):
-                share = (time.monotonic() - began) / (60 * options.minutes)
-                if share >= 1 and steps:
-                    break
-                loss = self.step(batch, min(1, (steps + 1) / WARM_UP) * max(1 - share, 0.01))
-                steps += 1
-                if share - said > 0.2 or steps == 1:
-                    said = share
-                    progress.console.print(f"{time.monotonic() - began:6.1f} s  step {steps:6d}  loss {loss.item():.3f}"
-                                           f"  accepted length {self.accepted_length(GLANCE):.3f}")
-                progress.update(task, completed=share)
-        return steps
+    def step(self, inputs: Inputs, rate: float) -> torch.Tensor:
+        """One step at this share of the learning rate. On CUDA `inputs` must lie in the same memory every time. Returns
+        the loss before it."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"].fill_(group["initial_lr"] * rate)
+        self._done += 1
+        if self.device.type != "cuda":
+            return self._one(inputs)
+        if self._done <= BEFORE_CAPTURE:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                loss = self._one(inputs)
+            torch.cuda.current_stream().wait_stream(side)
+            return loss
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._loss = self._one(inputs)
+        self._graph.replay()
+        return self._loss
 
-    def step(self, batch: Batch, rate: float) -> torch.Tensor:
-        """One step at this share of the learning rate. Returns the loss before it."""
-        loss = self.loss(batch)
+    def _one(self, inputs: Inputs) -> torch.Tensor:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(inputs.cut(self.drafts))
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * rate
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def seen(self, batch: Batch) -> Seen:
-        ids, embedding = self.data.ids, self.teacher.embedding
-        before = ids[batch.label_rows]  # label_rows are the positions before each draft
-        return Seen(self.memory.taps[batch.rows], embedding[ids[batch.rows]], batch.anchors, embedding[before], before)
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda", cache_enabled=False)
 
-    def loss(self, batch: Batch) -> torch.Tensor:
-        seen = self.seen(batch)
-        with torch.autocast(self.data.device.type, torch.bfloat16, enabled=self.data.device.type == "cuda"):
-            hidden, before = self.head.drafts(seen).flatten(0, 2), seen.before.flatten()
-            ids, weights = self._targets(batch)
+    def loss(self, inputs: Inputs) -> torch.Tensor:
+        with self._autocast():
+            hidden, before = self.head.drafts(inputs.seen).flatten(0, 2), inputs.seen.before.flatten()
+            ids, weights = self._targets(inputs)
             flat = [part for pair in self.head.factors(hidden, before) for part in pair]
             loss, best = SparseCrossEntropy.apply(ids, weights, *flat)
             sure = self.head.confidence(hidden, before)
         if sure is None:
             return loss
-        right = (best == batch.labels.flatten()).float()
+        right = (self.head.ids[best] == inputs.labels.flatten()).float()
         weight = weights.sum(1)
         return loss + (F.binary_cross_entropy_with_logits(sure.float(), right, reduction="none") * weight).sum()
 
-    def _targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids of the head's vocabulary and their weights, [N, 1 + LIKELY]: the true id, and what the target finds
-        likely. All weights of a batch sum up to 1."""
-        rows, labels = batch.label_rows.flatten(), batch.labels.flatten()
-        likely = self.memory.probabilities[rows]
-        ids = torch.cat([labels[:, None], self.memory.ids[rows].long()], 1)
+    def _targets(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids of the head's vocabulary and their weights, [N, 1 + L]: the true id, and what the target finds likely. All
+        weights of a batch sum up to 1."""
+        likely = inputs.probabilities.flatten(0, 2)
+        ids = torch.cat([inputs.labels.flatten()[:, None], inputs.likely.flatten(0, 2)], 1)
         hard = torch.full_like(likely[:, :1], self.options.hard)
-        weights = torch.cat([hard, (1 - self.options.hard) * likely / likely.sum(1, keepdim=True)], 1)
-        if self.own_ids is not None:
-            ids = self.own_ids[ids]
-            weights, ids = weights * (ids >= 0), ids.clamp(min=0)
-        weights = weights * (self.weight * batch.valid).view(-1, 1)
+        soft = (1 - self.options.hard) * likely / likely.sum(1, keepdim=True).clamp(min=1e-9)
+        weights = torch.cat([hard, soft], 1)
+        ids = self.own_ids[ids]
+        weights, ids = weights * (ids >= 0), ids.clamp(min=0)
+        weights = weights * (self.weight * inputs.valid).view(-1, 1)
         return ids, weights / weights.sum().clamp(min=1e-9)
 
     @torch.no_grad()
-    def accepted_length(self, most: int = VALIDATION) -> float:
+    def right(self, inputs: Inputs) -> torch.Tensor:
+        """How many drafts would be accepted after each anchor, [B, A]."""
+        inputs = inputs.cut(self.drafts)
+        with self._autocast():
+            hidden, before = self.head.drafts(inputs.seen).flatten(0, 2), inputs.seen.before.flatten()
+            best = torch.cat([logits_of(self.head.factors(h, b)).argmax(-1) for h, b in
+                              zip(hidden.split(16_384), before.split(16_384), strict=True)])
+        right = (self.head.ids[best].view_as(inputs.labels) == inputs.labels) & inputs.valid
+        return right.int().cumprod(-1).sum(-1)
+
+
+class Race:
+    """Trains heads side by side on the same answers."""
+
+    def __init__(self, trainers: dict[str, Trainer], data: Dataset, teacher: Teacher, options: Options):
+        self.trainers, self.data, self.teacher, self.options = trainers, data, teacher, options
+        self.memory = teacher.remember(data)
+
+    def run(self) -> int:
+        """Returns the number of steps of each head."""
+        options, steps, said, kept = self.options, 0, 0.0, None
+        began = time.monotonic()
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, refresh_per_second=1) as progress:
+            task = progress.add_task("training", total=1.0)
+            for batch in self.data.batches(options.tokens, options.anchors, options.seed, options.window):
+                share = (time.monotonic() - began) / (60 * options.minutes)
+                if share >= 1 and steps:
+                    break
+                fresh = inputs_of(batch, self.data, self.teacher, self.memory)
+                if kept is None:
+                    kept = fresh
+                else:
+                    kept.fill(fresh)
+                rate = min(1, (steps + 1) / WARM_UP) * max(1 - share, 0.01)
+                losses = {name: trainer.step(kept, rate) for name, trainer in self.trainers.items()}
+                steps += 1
+                if share - said > 0.1 or steps in (1, 2 * WARM_UP):
+                    said = share
+                    for name, loss in losses.items():
+                        progress.console.print(
+                            f"{time.monotonic() - began:6.1f} s  step {steps:6d}  {name:7s} loss {loss.item():.3f}"
+                            f"  accepted length {self.accepted_length(name, GLANCE):.3f}")
+                elif steps % 8 == 0 and self.data.device.type == "cuda":
+                    torch.cuda.current_stream().synchronize()  # the clock is of steps that are done
+                progress.update(task, completed=share)
+        return steps
+
+    def accepted_length(self, name: str, most: int = VALIDATION) -> float:
         """Tokens a step in greedy answers, up to `most` of those that were not trained on: each is walked as an engine
         would walk it."""
         tokens = steps = 0
-        for chosen in self.data.validation[:most].split(8):
-            for run in self._runs(chosen):
+        for chosen in self.data.validation[:most].split(4):
+            batch = self.data.whole(chosen)
+            found = self.trainers[name].right(inputs_of(batch, self.data, self.teacher, self.memory))
+            for row, valid in zip(found.tolist(), batch.valid[..., 0].sum(1).tolist(), strict=True):
                 at = 0
-                while at < len(run):
-                    at += 1 + int(run[at])
+                while at < valid:
+                    at += 1 + row[at]
                     steps += 1
-                tokens += len(run)
+                tokens += valid
         return tokens / max(steps, 1)
 
-    def _runs(self, chosen: torch.Tensor) -> list[list[int]]:
-        """For each sequence: how many drafts would be accepted after each id of its answer."""
-        data, sequences = self.data, chosen.to(self.data.device)
-        first, lengths = data.prompt[sequences], data.stop[sequences] - data.start[sequences] - data.prompt[sequences]
-        most = int(lengths.max()) - 1
-        anchors = first[:, None] + torch.minimum(torch.arange(most, device=data.device), lengths[:, None] - 2)
-        batch = data.batch(chosen, anchors)
-        seen = self.seen(batch)
-        with torch.autocast(data.device.type, torch.bfloat16, enabled=data.device.type == "cuda"):
-            hidden = self.head.drafts(seen).flatten(0, 2)
-            before = seen.before.flatten()
-            best = torch.cat([logits_of(self.head.factors(h, b)).argmax(-1) for h, b in
-                              zip(hidden.split(16_384), before.split(16_384), strict=True)])
-        if self.head.ids is not None:
-            best = self.head.ids[best]
-        right = (best.view_as(batch.labels) == batch.labels) & batch.valid
-        runs = right.int().cumprod(-1).sum(-1)
-        return [row[: int(n) - 1].tolist() for row, n in zip(runs, lengths, strict=True)]
+    def finish(self, name: str) -> None:
+        """Rounds the head's weights to what a checkpoint holds; says what either is worth."""
+        exact = self.accepted_length(name)
+        round_weights(self.trainers[name].head)
+        print(f"{name}: accepted length {exact:.3f}, with weights of 8 bits {self.accepted_length(name):.3f}",
+              flush=True)
 
 
-def optimizers_of(head: Any, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon (K. Jordan, 2024) for matrices between hidden states; AdamW for vectors and what has a row for each id."""
-    matrices, rest = [], []
-    for name, weight in head.named_parameters():
-        inner = weight.ndim == 2 and min(weight.shape) > 1 and not name.startswith(("lm_head", "markov_head"))
-        (matrices if inner else rest).append(weight)
-    made = [torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, lr=rate / 2, betas=(0.9, 0.95), weight_decay=0.0, fused=rest[0].is_cuda)]
-    for optimizer in made:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-    return made
+def pick_device() -> tuple[torch.device, torch.dtype]:
+    """bfloat16 on a GPU, float32 elsewhere."""
+    cuda = torch.cuda.is_available()
+    return torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
 
 
 def frequent_ids(data: Dataset, count: int, vocab: int) -> torch.Tensor:
@@ -201,23 +265,10 @@ def frequent_ids(data: Dataset, count: int, vocab: int) -> torch.Tensor:
     return data.answer_ids.bincount(minlength=vocab).topk(count).indices.sort().values
 
 
-def prepare(answers: Path, model: str | None, taps: tuple[int, ...], width: int) -> tuple[Dataset, Teacher]:
+def prepare(answers: Sequence[Any], model: str | None, taps: tuple[int, ...], width: int) -> tuple[Dataset, Teacher]:
     device, dtype = pick_device()
     torch.manual_seed(0)
     data, teacher = Dataset(answers, width, device), Teacher(model, taps, device, dtype)
-    print(f"{len(data.train)} answers to train on, {len(data.validation)} to validate, {len(data.ids)} ids;"
-          f" target {teacher.name} on {device}", flush=True)
+    print(f"{len(data.train)} answers to train on, {len(data.validation)} to validate, {len(data.ids)} ids,"
+          f" {len(data.answer_ids)} of answers; target {teacher.name} on {device}", flush=True)
     return data, teacher
-
-
-def train(head: Any, data: Dataset, teacher: Teacher, options: Options) -> None:
-    """Trains the head in place and rounds its weights to what a checkpoint holds; says what either is worth."""
-    began = time.monotonic()
-    trainer = Trainer(head, data, teacher, options)
-    ready = time.monotonic()
-    print(f"hidden states of {len(data.ids)} positions in {ready - began:.1f} s", flush=True)
-    steps = trainer.run()
-    exact = trainer.accepted_length()
-    round_weights(head)
-    print(f"{steps} steps, {(time.monotonic() - ready) / steps * 1e3:.1f} ms each; accepted length {exact:.3f},"
-          f" with weights of 8 bits {trainer.accepted_length():.3f}", flush=True)

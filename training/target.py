@@ -34,7 +34,7 @@ class Teacher:
 
     @torch.no_grad()
     def states(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids [B, T] -> taps side by side [B, T, taps * E], and the head's input [B, T, E]."""
+        """ids [B, T] -> taps [B, T, n, E], and the head's input [B, T, E]."""
         kept: dict[int, torch.Tensor] = {}
 
         def keep(i: int):
@@ -46,13 +46,13 @@ class Teacher:
         finally:
             for hook in hooks:
                 hook.remove()
-        return torch.cat([kept[i] for i in self.taps], -1), last
+        return torch.stack([kept[i] for i in self.taps], 2), last
 
     @torch.no_grad()
     def remember(self, data: Dataset, tokens: int = 32_768) -> Memory:
         """Of all positions of the data."""
         width, n = self.config.hidden_size, len(data.ids)
-        memory = Memory(torch.zeros(n, len(self.taps) * width, dtype=self.embedding.dtype, device=data.device),
+        memory = Memory(torch.zeros(n, len(self.taps), width, dtype=self.embedding.dtype, device=data.device),
                         torch.zeros(n, LIKELY, dtype=torch.int32, device=data.device),
                         torch.zeros(n, LIKELY, dtype=torch.float32, device=data.device))
         for chosen in data.groups(data.lengths.argsort(), tokens):
@@ -61,8 +61,9 @@ class Teacher:
             rows = data.start[sequences][:, None] + torch.arange(most, device=data.device)
             real = rows < data.stop[sequences][:, None]
             taps, last = self.states(data.ids[rows.clamp(max=n - 1)])
+            memory.taps[rows[real]] = taps[real]
+            real &= data.position[rows.clamp(max=n - 1)] + 1 >= data.prompt[sequences][:, None]  # before an answer's id
             rows, last = rows[real], last[real]
-            memory.taps[rows] = taps[real]
             for some, hidden in zip(rows.split(8192), last.split(8192), strict=True):
                 found = (hidden @ self.head.t()).float().softmax(-1).topk(LIKELY)
                 memory.ids[some], memory.probabilities[some] = found.indices.int(), found.values
@@ -71,9 +72,10 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the target makes of N positions: states side by side, the likeliest next ids and their probabilities."""
+    """What the target makes of N positions: states, and, for those before an id of an answer, the likeliest next ids and
+    their probabilities."""
 
-    taps: torch.Tensor  # [N, taps * E]
+    taps: torch.Tensor  # [N, n, E]
     ids: torch.Tensor  # [N, LIKELY] int32
     probabilities: torch.Tensor  # [N, LIKELY] float32
 
