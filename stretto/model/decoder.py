@@ -30,12 +30,24 @@ from stretto.model.layers import (
     OffsetNorm,
     RMSNorm,
     Rotary,
+    WholeNorms,
     attend_heads,
 )
 from stretto.model.shard import Shard, cut_heads, heads_of
 from stretto.model.weights import Weights
 from stretto.ops.layer import Rope
 
+class Mixer(Protocol):
+    """What moves between tokens in a layer: attention, or what keeps a state. `out` is the projection back."""
+
+    out: Linear
+
+    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend) -> torch.Tensor:
+        """x [T, E], normed first if there is a norm -> [T, inputs of `out`]."""
+        ...
+
+
+MakeMixer = Callable[[ModelConfig, Weights, int, int], Mixer]  # (config, weights, layer, which of those with states)
 MLP = GatedMLP | ExpertMLP
 MakeMLP = Callable[[ModelConfig, Weights, int], MLP]  # (config, weights, index of the layer)
 
@@ -64,12 +76,15 @@ class Style:
     fused_mlp: bool = False  # the checkpoint holds one matrix gate_up_proj
     neighbours: bool = False  # rotation turns features 2i and 2i + 1
     sinks: bool = False
+    gated: bool = False  # q_proj also makes a gate for each feature of the attended heads
     norms: Norms = Norms()
     scale: float | None = None  # of attention scores; None: head_dim ** -0.5
     softcap: float | None = None  # of attention scores
     embedding_scale: float | None = None
     logit_cap: float | None = None
     mlp: MakeMLP | None = None  # None: a gated one in every layer
+    recurrent: MakeMixer | None = None  # of the layers that keep a state
+    state: Callable[[ModelConfig], StateSpec] | None = None  # of each of them
 
     @property
     def norm(self) -> type[RMSNorm]:
@@ -79,9 +94,10 @@ class Style:
 class Attention:
     """Projections, norms, rotation and attention of one layer; `out` is the projection back."""
 
-    def __init__(self, config: ModelConfig, w: Weights, index: int, style: Style):
-        name, c = f"model.layers.{index}.self_attn", config
-        self.index, self.head_dim = index, c.head_dim
+    def __init__(self, config: ModelConfig, w: Weights, layer: int, index: int, style: Style):
+        """`index`: which of the attending layers this one is."""
+        name, c = f"model.layers.{layer}.self_attn", config
+        self.index, self.head_dim, self.gated = index, c.head_dim, style.gated
         self.n_heads, self.n_kv_heads = rank_heads(c, w.shard)
         heads = (c.n_heads, c.n_kv_heads, c.n_kv_heads)
         if style.fused_qkv:
@@ -95,8 +111,7 @@ class Attention:
         head_norm = OffsetHeadNorm if style.offset_norm else HeadNorm
         self.head_norm = (head_norm(w, name, self.n_heads, self.n_kv_heads, c.head_dim, c.norm_eps)
                           if style.head_norm else None)
-        self.whole_norms = ((RMSNorm(w, f"{name}.q_norm", c.n_heads * c.head_dim, c.norm_eps),
-                             RMSNorm(w, f"{name}.k_norm", c.n_kv_heads * c.head_dim, c.norm_eps))
+        self.whole_norms = (WholeNorms(w, name, c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps)
                             if style.whole_norm else None)
         self.sinks = w.stack_pieces([heads_of(w.shard, f"{name}.sinks", c.n_heads, 1)]) if style.sinks else None
 
@@ -104,8 +119,8 @@ class Attention:
         """x [T, E], normed first if there is a norm -> [T, H * D], the input of `out`."""
         qkv = self.qkv(x) if norm is None else self.qkv.normed(x, norm)
         if self.whole_norms is not None:
-            q, k, v = qkv.split([n * self.head_dim for n in (self.n_heads, self.n_kv_heads, self.n_kv_heads)], dim=1)
-            qkv = torch.cat([self.whole_norms[0](q), self.whole_norms[1](k), v], dim=1)
+            q, k, _ = qkv.split([n * self.head_dim for n in (self.n_heads, self.n_kv_heads, self.n_kv_heads)], dim=1)
+            self.whole_norms(q, k)
         qkv = qkv.view(x.shape[0], -1, self.head_dim)
         attended = attend_heads(attend, self.index, qkv, self.n_heads, rope, self.head_norm, self.sinks)
         return attended.reshape(x.shape[0], -1)
@@ -233,8 +248,6 @@ def _check_shard(config: ModelConfig, style: Style, shard: Shard) -> None:
     if config.n_heads % ranks or config.intermediate_size % ranks or (kv % ranks and ranks % kv):
         raise ConfigError(f"{config.n_heads} heads, {kv} KV heads and {config.intermediate_size} inner features cannot"
                           f" be shared equally by {ranks} ranks")
-    if style.whole_norm:
-        raise ConfigError(f"{config.architecture} is not cut into ranks: its norms are over all heads at once")
 
 
 def _row_order(config: ModelConfig, style: Style, n_heads: int, n_kv_heads: int) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from stretto.attn.api import Attend
 from stretto.model.config import ConfigError, RopeConfig
 from stretto.model.matrix import CudaMatrix, best_matrix, fixed_matrix
-from stretto.model.shard import Columns, Piece, columns_of, rows_of, whole
+from stretto.model.shard import Columns, Piece, columns_of, first_holder, heads_of, rows_of, whole
 from stretto.model.weights import Weights
 from stretto.ops.attend import StepAttention
 from stretto.ops.fixed import elementwise
@@ -141,6 +141,28 @@ class OffsetHeadNorm(HeadNorm):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(x.float()).to(x.dtype)
+
+
+class WholeNorms:
+    """RMSNorm of all of q, and of all of k, in place. Where ranks share the heads, the squares are added up over them:
+    those of heads that several ranks hold, once."""
+
+    def __init__(self, w: Weights, name: str, n_heads: int, n_kv_heads: int, head_dim: int, eps: float):
+        self._shard, self._eps, counts = w.shard, eps, (n_heads, n_kv_heads)
+        self._weights = [w.stack_pieces([heads_of(w.shard, f"{name}.{part}_norm.weight", n, head_dim)])
+                         for part, n in zip("qk", counts)]
+        self._held = [float(first_holder(w.shard, n)) / (n * head_dim) for n in counts]
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """q, k [T, a rank's heads * D], views of one tensor."""
+        if self._shard.ranks == 1:
+            for x, weight in zip((q, k), self._weights):
+                x.copy_(rms_norm(x, weight, self._eps))
+            return
+        squares = [x.float().square().sum(-1) * held for x, held in zip((q, k), self._held)]
+        scales = (self._shard.sum(torch.stack(squares, -1)) + self._eps).rsqrt()
+        for x, weight, scale in zip((q, k), self._weights, scales.unbind(-1)):
+            x.copy_(x.float() * scale[:, None] * weight)
 
 
 class Rotary:

@@ -30,12 +30,13 @@ class _Copy:
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     target: torch.Tensor
-    start: int = 0  # the first row that is copied
-    column: int = 0  # and the first column
+    starts: tuple[int, ...] = ()  # where what is copied begins, in the dimensions that are not copied whole
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        part = tensor.narrow(0, self.start, self.target.shape[0])
-        return part if part.shape == self.target.shape else part.narrow(1, self.column, self.target.shape[1])
+        for dim, size in enumerate(self.target.shape):
+            if size != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, self.starts[dim], size)
+        return tensor
 
 
 class Weights:
@@ -68,8 +69,15 @@ class Weights:
         at = 0
         for p in pieces:
             target = parameter.narrow(0, at, p.rows)
-            self._copies.append(_Copy(p.name, (p.total, *columns), target, p.start, column))
+            self._copies.append(_Copy(p.name, (p.total, *columns), target, (p.start, column)))
             at += p.rows
+        return parameter
+
+    def take_part(self, name: str, shape: Sequence[int], dim: int, start: int, count: int) -> torch.Tensor:
+        """`start` to `start + count` in one dimension of the tensor `name`, which must have this shape."""
+        sizes = [count if d == dim else size for d, size in enumerate(shape)]
+        parameter = torch.empty(sizes, dtype=self.dtype, device=self.device)
+        self._copies.append(_Copy(name, tuple(shape), parameter, (0,) * dim + (start,)))
         return parameter
 
     def ignore(self, *names: str) -> None:

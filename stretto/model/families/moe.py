@@ -6,15 +6,16 @@ clamped; its checkpoints hold all experts of a layer in one tensor, transposed, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from stretto.model.config import ConfigError, ModelConfig
 from stretto.model.decoder import MLP, Decoder, Style, gated_mlp
-from stretto.model.experts import ExpertMLP, ExpertWeights, softmax_over_all, softmax_over_chosen
+from stretto.model.experts import ExpertMLP, ExpertWeights, Route, softmax_over_all, softmax_over_chosen
 from stretto.model.layers import ACTIVATIONS, Linear
-from stretto.model.shard import rows_of, whole
+from stretto.model.shard import cut, rows_of, whole
 from stretto.model.weights import Weights
 from stretto.ops.layer import gate
 
@@ -43,7 +44,7 @@ def _experts_of(config: ModelConfig) -> int:
 def _mixtral_mlp(config: ModelConfig, w: Weights, index: int) -> ExpertMLP:
     name = f"model.layers.{index}.block_sparse_moe"
     names = {"gate": "w1", "up": "w3", "down": "w2"}
-    return _separate(config, w, name, config.intermediate_size, names, softmax_over_chosen)
+    return separate_experts(config, w, name, config.intermediate_size, names, softmax_over_chosen)
 
 
 def _qwen3_mlp(config: ModelConfig, w: Weights, index: int) -> MLP:
@@ -52,10 +53,11 @@ def _qwen3_mlp(config: ModelConfig, w: Weights, index: int) -> MLP:
         return gated_mlp(config, w, index, Style())
     route = softmax_over_chosen if config.value("norm_topk_prob") else softmax_over_all
     names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    return _separate(config, w, f"model.layers.{index}.mlp", config.value("moe_intermediate_size"), names, route)
+    return separate_experts(config, w, f"model.layers.{index}.mlp", config.value("moe_intermediate_size"), names, route)
 
 
-def _separate(config: ModelConfig, w: Weights, name: str, inner: int, names: dict[str, str], route) -> ExpertMLP:
+def separate_experts(config: ModelConfig, w: Weights, name: str, inner: int, names: dict[str, str], route: Route,
+                     shared: Callable[[torch.Tensor], torch.Tensor] | None = None) -> ExpertMLP:
     """Experts of which the checkpoint holds each by itself, "NAME.experts.0.w1.weight"."""
     if config.hidden_act not in ACTIVATIONS:
         raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
@@ -70,21 +72,28 @@ def _separate(config: ModelConfig, w: Weights, name: str, inner: int, names: dic
     inner //= shard.ranks
     return ExpertMLP(Linear(w, [(f"{name}.gate", n)], hidden), ExpertWeights(w, gate_up.view(n, 2 * inner, hidden)),
                      ExpertWeights(w, down.view(n, hidden, inner)), partial(gate, act=config.hidden_act), route,
-                     n_experts=n, chosen=config.value("num_experts_per_tok"), inner=inner, total=shard.sum)
+                     n_experts=n, chosen=config.value("num_experts_per_tok"), inner=inner, total=shard.sum, shared=shared)
 
 
 def _gpt_oss_mlp(config: ModelConfig, w: Weights, index: int) -> ExpertMLP:
-    name, n = f"model.layers.{index}.mlp", _experts_of(config)
-    if w.shard.ranks > 1:
-        raise ConfigError(f"{config.architecture} is not cut into ranks: its checkpoints interleave gate and up")
+    name, n, shard = f"model.layers.{index}.mlp.experts", _experts_of(config), w.shard
     hidden, inner = config.hidden_size, config.intermediate_size
-    gate_up = ExpertWeights(w, w.take(f"{name}.experts.gate_up_proj", n, hidden, 2 * inner),
-                            w.take(f"{name}.experts.gate_up_proj_bias", n, 2 * inner), _halves)
-    down = ExpertWeights(w, w.take(f"{name}.experts.down_proj", n, inner, hidden),
-                         w.take(f"{name}.experts.down_proj_bias", n, hidden), _rows)
+    start, count = cut(shard, inner)  # of gate and up, interleaved: twice as many
+    gate_up = ExpertWeights(
+        w, w.take_part(f"{name}.gate_up_proj", (n, hidden, 2 * inner), 2, 2 * start, 2 * count),
+        w.take_part(f"{name}.gate_up_proj_bias", (n, 2 * inner), 1, 2 * start, 2 * count), _halves)
+    bias = w.take(f"{name}.down_proj_bias", n, hidden)
+    if shard.rank > 0:  # it counts once
+        w.then(partial(_clear, bias))
+    down = ExpertWeights(w, w.take_part(f"{name}.down_proj", (n, inner, hidden), 1, start, count), bias, _rows)
     clamped = partial(clamped_gate, alpha=config.value("swiglu_alpha"), limit=config.value("swiglu_limit"))
-    return ExpertMLP(Linear(w, [(f"{name}.router", n)], hidden, bias=True), gate_up, down, clamped, softmax_over_chosen,
-                     n_experts=n, chosen=config.value("num_experts_per_tok"), inner=inner)
+    router = Linear(w, [(f"model.layers.{index}.mlp.router", n)], hidden, bias=True)
+    return ExpertMLP(router, gate_up, down, clamped, softmax_over_chosen, n_experts=n,
+                     chosen=config.value("num_experts_per_tok"), inner=count, total=shard.sum)
+
+
+def _clear(tensor: torch.Tensor) -> None:
+    tensor.zero_()
 
 
 def _rows(stored: torch.Tensor) -> torch.Tensor:
