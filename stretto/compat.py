@@ -110,6 +110,7 @@ def attention_component(name: str, caps: AttnCaps) -> Component:
     provides = {f"attention:{flag}" for flag, has in flags.items() if has}
     provides |= _values("attention:page_size", caps.page_sizes) | _values("attention:head_dim", caps.head_dims)
     provides |= {f"attention:device={device}" for device in caps.devices}
+    provides |= {f"attention:kv_dtype={dtype}" for dtype in caps.kv_dtypes}
     return Component("attention", name, frozenset(provides))
 
 
@@ -117,9 +118,10 @@ def _values(capability: str, values: frozenset[int] | None) -> set[str]:
     return {f"{capability}=*"} if values is None else {f"{capability}={value}" for value in values}
 
 
-def attention_features(layers: Sequence[LayerSpec], page_size: int, device: str, graphs: bool) -> list[Feature]:
+def attention_features(layers: Sequence[LayerSpec], page_size: int, device: str, graphs: bool,
+                       kv_dtype: str | None = None) -> list[Feature]:
     """What the model's layers and the configuration need of the attention backend. Layers that need the same are named
-    once, by the first of them."""
+    once, by the first of them. `kv_dtype`: of the cache, where it is not that of the activations."""
     features = [
         Feature("the ragged step", frozenset({"attention:empty_rows", "attention:device_lengths"})),
         Feature(f"page size {page_size}", frozenset({f"attention:page_size={page_size}"}), "set another --page-size"),
@@ -127,6 +129,9 @@ def attention_features(layers: Sequence[LayerSpec], page_size: int, device: str,
     ]
     if graphs:
         features.append(Feature("CUDA graphs", frozenset({"attention:graphs"})))
+    if kv_dtype is not None:
+        features.append(Feature(f"--kv-cache-dtype {kv_dtype}", frozenset({f"attention:kv_dtype={kv_dtype}"}),
+                                "leave it out"))
     seen: set[str] = set()
     for index, layer in enumerate(layers):
         for need, what in _layer_needs(layer):

@@ -35,7 +35,7 @@ class ModelSection:
     tokenizer: str | None = None
     """Folder or .gguf file with the tokenizer. Default: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights, KV cache and activations."""
+    """Type of weights and activations, and of the KV cache unless --kv-cache-dtype names another."""
     device: str = "auto"
     """auto, cpu or cuda."""
     max_model_len: int | None = None
@@ -63,6 +63,9 @@ class KVSection:
     """Fraction of the GPU's memory that weights, KV cache and buffers take in all. Default: 0.9."""
     kv_tokens: int | None = None
     """Tokens that the KV cache holds, instead of a memory size."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "bfloat16", "float16", "float32"] = "auto"
+    """Type of cached keys and values. auto: that of --dtype; fp8_e4m3: 8 bits, with a scale for each head of each token
+    (docs/quantization.md)."""
     prefix_caching: bool | None = None
     """Requests with a common beginning share its KV pages. Default: on."""
     kv_host_bytes: int | None = None
@@ -194,6 +197,9 @@ class ServeSection:
     """Seconds after which an engine that neither speaks nor computes counts as wedged."""
     engine_restarts: int = 3
     """Times within ten minutes that an engine which has died is started again; one more death ends the server."""
+    replicas: int = 1
+    """Servers of this model on this machine, each with its own engine, GPUs or cores and port, behind a gateway that
+    listens on --port and keeps sessions and common prompt beginnings together (stretto[router])."""
     max_live_requests: int = 4096
     """Most requests that run and wait; a further one is told to come back (429)."""
     max_body_bytes: int = 32 * 2**20
@@ -233,15 +239,18 @@ class DeviceFacts:
     memory_free: int
     cores: int = 1
     bfloat16: bool = False  # computes in bfloat16 natively
+    fp8: bool = True  # its kernels can read and write e4m3
     others: tuple[tuple[int, int], ...] = ()  # (total, free) memory of further devices of this kind
 
 
 @dataclass(frozen=True)
 class KVGroupFacts:
-    """Layers that share page tables. `values`: numbers that one token stores in them, keys and values together."""
+    """Layers that share page tables. `values`: numbers that one token stores in them, keys and values together;
+    `heads`: heads that these make up, each of which has a scale of its own in an 8-bit cache."""
 
     window: int | None
     values: int
+    heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -327,6 +336,7 @@ class Resolved:
     max_model_len: int
     seed: int | None
     page_size: int
+    kv_dtype: str  # "fp8_e4m3" or a type as `dtype`
     pages: tuple[int, ...]  # per KV group, the null page included
     windows: tuple[int | None, ...]  # per KV group: the model's and the drafter's, full attention first
     kv_tokens: int  # tokens of one sequence that the pool holds

@@ -46,6 +46,7 @@ def _cuda_facts() -> tuple[DeviceFacts, ...]:
     others = [torch.cuda.mem_get_info(i) for i in range(torch.cuda.device_count()) if i != current]
     return (DeviceFacts("cuda", torch.cuda.get_device_name(), total, free, cores=usable_cores(),
                         bfloat16=torch.cuda.get_device_capability() >= (8, 0),
+                        fp8=torch.cuda.get_device_capability() >= (8, 9),
                         others=tuple((total, free) for free, total in others)),)
 
 
@@ -180,8 +181,8 @@ def sampling_defaults(generation: Mapping[str, Any] | None) -> tuple[tuple[str, 
 
 def kv_groups(layers: Sequence[LayerSpec]) -> tuple[KVGroupFacts, ...]:
     """The KV groups of a model's layers, in the order of device.kv.group_layers."""
-    return tuple(KVGroupFacts(group.window, bytes_per_token(layers, group, torch.int8))
-                 for group in group_layers(layers))
+    return tuple(KVGroupFacts(group.window, bytes_per_token(layers, group, torch.int8),
+                              sum(2 * layers[i].n_kv_heads for i in group.layers)) for group in group_layers(layers))
 
 
 def count_parameters(source: WeightSource) -> int:

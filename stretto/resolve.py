@@ -31,10 +31,12 @@ from stretto.config import (
     KVGroupFacts,
     MemoryPlan,
     Resolved,
+    ServeSection,
     gib,
 )
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8 = "fp8_e4m3"
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_UTILIZATION = 0.9  # of a GPU's memory
 CPU_KV_CEILING = 4 * GIB  # KV memory on a CPU, where not set
@@ -68,7 +70,8 @@ def _ranges(config: Config) -> Iterator[Refusal]:
     counts = {"--max-model-len": config.model.max_model_len, "--page-size": kv.page_size,
               "--kv-memory": kv.kv_memory, "--kv-tokens": kv.kv_tokens, "--max-num-seqs": schedule.max_num_seqs,
               "--max-num-batched-tokens": schedule.max_num_batched_tokens, "--chunk-size": schedule.chunk_size,
-              "--tensor-parallel-size": config.parallel.tensor_parallel_size}
+              "--tensor-parallel-size": config.parallel.tensor_parallel_size,
+              "--replicas": serve.replicas}
     if config.lora.on:
         counts |= {"--max-loras": config.lora.max_loras, "--max-lora-rank": config.lora.max_lora_rank}
     sessions = {"--max-sessions": schedule.max_sessions, "--session-ttl": schedule.session_ttl,
@@ -132,6 +135,18 @@ def _exclusive(config: Config) -> Iterator[Refusal]:
     if tokens != "auto" and tokens < 0:
         yield Refusal(f"--speculation-tokens {tokens}", "any drafter",
                      "it must be 0 or more", "set 0 or more")
+    if config.serve.replicas > 1:
+        yield from _behind_gateway(config.serve)
+
+
+def _behind_gateway(serve: ServeSection) -> Iterator[Refusal]:
+    """What has no meaning for several servers behind a gateway."""
+    many = f"--replicas {serve.replicas}"
+    if serve.uds is not None:
+        yield Refusal(f"--uds {serve.uds}", many, "the gateway listens on a port", "leave out one of them")
+    if serve.root_path:
+        yield Refusal(f"--root-path {serve.root_path}", many, "the gateway knows no path in front of its own",
+                      "let the proxy in front strip the path, and leave it out")
 
 
 class _Resolution:
@@ -141,6 +156,7 @@ class _Resolution:
         self.config, self.facts, self.model = config, facts, facts.model
         self.drafter = None if config.speculation.speculation == "off" else facts.drafter
         self.groups = self._union_of_groups()
+        self.kv_dtype = "float32"  # decided below
         self.decisions: list[Decision] = []
         self.refusals: list[Refusal] = []
 
@@ -153,6 +169,7 @@ class _Resolution:
         assert device is not None  # or it was refused
         device = self._smallest(device)
         dtype = self._dtype(device)
+        self.kv_dtype = self._kv_dtype(device, dtype)
         context = self._context()
         page_size = self.config.kv.page_size or DEFAULT_PAGE_SIZE
         seqs, budget, chunk = self._sizes(device, dtype, width, context, page_size)
@@ -169,7 +186,8 @@ class _Resolution:
         self._refuse_changes()
         return Resolved(
             config=self.config, model_name=self.model.name, device=device.kind, dtype=dtype, max_model_len=context,
-            seed=self.config.model.seed, page_size=page_size, pages=pages,
+            seed=self.config.model.seed, page_size=page_size,
+            kv_dtype=self.kv_dtype, pages=pages,
             windows=tuple(group.window for group in self.groups), kv_tokens=tokens, prefix_caching=prefix,
             host_pages=host_pages, page_bytes=page_bytes,
             max_num_seqs=seqs, max_num_batched_tokens=budget, chunk_size=chunk, mixed_chunk=mixed,
@@ -214,6 +232,17 @@ class _Resolution:
             return asked
         now, why = self._auto_dtype(device)
         self._note("dtype", "auto", now, why)
+        return now
+
+    def _kv_dtype(self, device: DeviceFacts, dtype: str) -> str:
+        asked = self.config.kv.kv_cache_dtype
+        now = dtype if asked == "auto" else asked
+        if now == FP8 and not device.fp8:
+            self._refuse(f"--kv-cache-dtype {FP8}", f"device {device.name}",
+                         "its kernels have no such numbers, which came with compute capability 8.9",
+                         "leave it out, or set bfloat16")
+        self._note("kv_cache_dtype", asked, now, "that of --dtype" if asked == "auto" else
+                   "rounds keys and values to 4 significant bits" if now == FP8 else "")
         return now
 
     def _auto_dtype(self, device: DeviceFacts) -> tuple[str, str]:
@@ -415,18 +444,21 @@ class _Resolution:
         own = self.drafter.kv_groups if self.drafter else ()
         heads, ranks = self.model.n_kv_heads, max(1, self.config.parallel.tensor_parallel_size)
         held = max(1, heads // ranks)  # KV heads of a rank
-        values = {group.window: group.values * held // heads if ranks > 1 else group.values
-                  for group in self.model.kv_groups}
+        found: dict[int | None, KVGroupFacts] = {}
+        for group in self.model.kv_groups:
+            found[group.window] = (KVGroupFacts(group.window, group.values * held // heads, group.heads * held // heads)
+                                   if ranks > 1 else group)
         for group in own:
-            values[group.window] = values.get(group.window, 0) + group.values
-        order = sorted(values, key=lambda window: (window is not None, window or 0))
-        return tuple(KVGroupFacts(window, values[window]) for window in order)
+            before = found.get(group.window, KVGroupFacts(group.window, 0))
+            found[group.window] = KVGroupFacts(group.window, before.values + group.values, before.heads + group.heads)
+        return tuple(found[window] for window in sorted(found, key=lambda w: (w is not None, w or 0)))
 
     def _page_bytes(self, dtype: str, page_size: int) -> list[int]:
         """Of each group. The drafter's taps lie beside the pages of group 0."""
         taps = self.drafter.tap_values if self.drafter else 0
-        return [(group.values * page_size + (taps if index == 0 else 0)) * ITEM_BYTES[dtype]
-                for index, group in enumerate(self.groups)]
+        scales = int(self.kv_dtype == FP8)
+        return [(group.values * ITEM_BYTES[self.kv_dtype] + group.heads * scales) * page_size
+                + (taps * ITEM_BYTES[dtype] if index == 0 else 0) for index, group in enumerate(self.groups)]
 
     def _pages(self, kv: int, dtype: str, page_size: int, seqs: int, need: int) -> tuple[tuple[int, ...], int]:
         """Pages per group, null page included, and the tokens of one sequence that they hold.

@@ -27,7 +27,7 @@ import numpy as np
 from stretto.attn.api import AttentionBackend
 from stretto.attn.select import choose_backend
 from stretto.attn.torch_ragged import TorchRagged
-from stretto.device.kv import KVCache, group_layers
+from stretto.device.kv import KVCache, group_layers, kv_dtype
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
 from stretto.device.streams import make_device
@@ -65,6 +65,7 @@ class Setup:
     poison: bool = True  # freed pages become unreadable
     host_tokens: int = 0  # that host memory holds of every KV group; whatever it has is copied back
     rejection: bool = False  # drafts are verified by rejection sampling
+    kv_dtype: str | None = None  # as --kv-cache-dtype; None: the model's
     attention: str | None = None  # "torch" or "triton"; None: the one of the model's device
 
 
@@ -124,13 +125,14 @@ def make_engine(model: CausalModel, drafter: str | Drafter | None, target: Targe
     fields of HostLimits."""
     s, named = setup or Setup(), drafter if isinstance(drafter, str) else None
     sizes = drafter_sizes(named, target, s.width) if named else None
-    draft_windows = [window for window, _ in sizes.kv_groups] if sizes else []
+    draft_windows = [group[0] for group in sizes.kv_groups] if sizes else []
     groups = group_layers(model.layers, draft_windows)
     context = min(s.context, model.max_position)
     caps = sizes.caps if sizes else None if drafter is None or named else drafter.caps  # type: ignore[union-attr]
     width = min(s.width, caps.max_width) if caps else 0
     pages = (-(-s.pool_tokens // s.page_size),) * len(groups)
-    kv = KVCache(model.layers, groups, pages, s.page_size, model.dtype, model.device)
+    kv = KVCache(model.layers, groups, pages, s.page_size, kv_dtype(s.kv_dtype) if s.kv_dtype else model.dtype,
+                 model.device)
     table = SlotTable(s.slots, context, s.page_size, len(groups), model.device, caps.lookahead if caps else 0)
     runner = Runner(model, _backend(model, s), kv, table)
     if s.rejection:

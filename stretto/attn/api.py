@@ -5,11 +5,14 @@ A backend serves all rows of a step in one call, whatever their q: a prompt's ch
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
+from stretto.ops.fp8 import KVScales
+from stretto.ops.layer import HeadWeights, Rope
 from stretto.ragged import RaggedStep
 
 
@@ -27,8 +30,21 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class StateSpec:
+    """A layer that keeps one state of fixed size for a sequence, as the model declares it: the shapes of its parts, all
+    kept in float32. A sequence without tokens has zeros."""
+
+    parts: tuple[tuple[int, ...], ...]
+
+    @property
+    def values(self) -> int:
+        return sum(math.prod(part) for part in self.parts)
+
+
+@dataclass(frozen=True)
 class GroupSpec:
-    """Layers that share page tables: all of one kind, full or one window."""
+    """Layers that share page tables: all of one kind, full or one window. A window of wire.STATE: layers with states,
+    which attend to nothing and so are not among `layers`."""
 
     window: int | None
     layers: tuple[int, ...]
@@ -47,6 +63,7 @@ class AttnCaps:
     host_lengths: Literal["none", "bound"]  # a backend that needs exact lengths on the host is refused
     graphs: bool  # may be captured in a CUDA graph
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    kv_dtypes: frozenset[str] = frozenset()  # of caches that are not of the activations' type: "fp8_e4m3", "bfloat16"
 
 
 class AttentionBackend(Protocol):
@@ -59,9 +76,27 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, layer: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep,
-               group: int, meta: object, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """q [T, H, D]; caches [pages, page_size, Hkv, D], already holding the step's own keys and values.
+               group: int, meta: object, sinks: torch.Tensor | None = None,
+               scales: KVScales | None = None) -> torch.Tensor:
+        """q [T, H, D]; caches [pages, page_size, Hkv, D], already holding the step's own keys and values; `scales`
+        where they are e4m3, given only to backends whose caps name that.
         Returns [T, H, D]. Rows of padding tokens are unspecified but finite."""
+        ...
+
+
+@runtime_checkable
+class TakesProjected(Protocol):
+    """What a backend may provide besides: attention to heads as a projection makes them, which saves a launch a layer.
+    It norms and rotates q and k, writes k and v into `step.cells[group]`, and attends, as `ops.layer` computes it."""
+
+    def takes_projected(self, layer: LayerSpec, step: RaggedStep, meta: object) -> bool:
+        """Whether it does so in this step; a matter of the bucket alone."""
+        ...
+
+    def attend_projected(self, layer: LayerSpec, qkv: torch.Tensor, rope: Rope, norm: HeadWeights | None,
+                         k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, group: int, meta: object,
+                         sinks: torch.Tensor | None = None, scales: KVScales | None = None) -> torch.Tensor:
+        """qkv [T, H + 2 Hkv, D], left as it is; rope as on CUDA; the rest as for `attend`. Returns [T, H, D]."""
         ...
 
 

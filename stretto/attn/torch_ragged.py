@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from stretto.attn.api import AttnCaps, LayerSpec
+from stretto.ops.fp8 import KVScales, dequantize_heads
 from stretto.ragged import RaggedStep
 
 FEW_QUERIES = 16  # rows with at most this many queries share a padded batch
@@ -39,7 +40,8 @@ class TorchRagged:
     """`AttentionBackend` on any device. Reads a step's lengths on the host, so it cannot be captured in a graph."""
 
     caps = AttnCaps(page_sizes=None, head_dims=None, window=True, sinks=True, softcap=True, empty_rows=True,
-                    host_lengths="none", graphs=False)
+                    host_lengths="none", graphs=False,
+                    kv_dtypes=frozenset({"float32", "bfloat16", "float16", "fp8_e4m3"}))
 
     def metadata(self, step: RaggedStep, group: int, layer: LayerSpec) -> list[Batch]:
         q_len, base = step.q_len.tolist(), step.base.tolist()
@@ -69,13 +71,14 @@ class TorchRagged:
         return Batch(tokens, pages, mask, causal, cells, where=where)
 
     def attend(self, layer: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep,
-               group: int, meta: object, sinks: torch.Tensor | None = None) -> torch.Tensor:
+               group: int, meta: object, sinks: torch.Tensor | None = None,
+               scales: KVScales | None = None) -> torch.Tensor:
         assert isinstance(meta, list)
         if len(meta) == 1 and meta[0].tokens.shape == (1, len(q)):  # a lone row needs no scatter
-            return _attend(layer, q[None], k_cache, v_cache, meta[0], sinks)[0]
+            return _attend(layer, q[None], k_cache, v_cache, meta[0], sinks, scales)[0]
         out = torch.zeros_like(q)
         for batch in meta:
-            found = _attend(layer, q[batch.tokens], k_cache, v_cache, batch, sinks)
+            found = _attend(layer, q[batch.tokens], k_cache, v_cache, batch, sinks, scales)
             if batch.where is None:
                 out[batch.tokens.flatten()] = found.flatten(0, 1)
             else:
@@ -105,21 +108,29 @@ def _mask(step: RaggedStep, index: torch.Tensor, offset: torch.Tensor, first_pag
     return mask[:, None]
 
 
-def _gather(cache: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """[B, Hkv, C, D], a view of the gathered pages."""
-    rows, pages = batch.pages.shape
-    gathered = cache.index_select(0, batch.pages.flatten()).view(rows, pages * cache.shape[1], *cache.shape[2:])
-    gathered = gathered[:, batch.skipped : batch.skipped + batch.cells]
+def _gather(cache: torch.Tensor, exponents: torch.Tensor | None, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
+    """[B, Hkv, C, D] as numbers of `dtype`."""
+    gathered = _cells(cache, batch)
+    gathered = (gathered.to(dtype) if exponents is None else
+                dequantize_heads(gathered, _cells(exponents, batch), dtype))
     if batch.held is not None:
         gathered[:, : batch.held[0]] = 0
         gathered[:, batch.held[1] :] = 0
     return gathered.transpose(1, 2)
 
 
+def _cells(cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """[B, C, ...], a view of the gathered pages."""
+    rows, pages = batch.pages.shape
+    gathered = cache.index_select(0, batch.pages.flatten()).view(rows, pages * cache.shape[1], *cache.shape[2:])
+    return gathered[:, batch.skipped : batch.skipped + batch.cells]
+
+
 def _attend(layer: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
-            sinks: torch.Tensor | None) -> torch.Tensor:
+            sinks: torch.Tensor | None, scales: KVScales | None) -> torch.Tensor:
     """q [B, Q, H, D] -> [B, Q, H, D]."""
-    q, k, v = q.transpose(1, 2), _gather(k_cache, batch).to(q.dtype), _gather(v_cache, batch).to(q.dtype)
+    k_scales, v_scales = scales or (None, None)
+    q, k, v = q.transpose(1, 2), _gather(k_cache, k_scales, batch, q.dtype), _gather(v_cache, v_scales, batch, q.dtype)
     if layer.softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=batch.mask, is_causal=batch.causal, scale=layer.scale,
                                              enable_gqa=layer.n_heads != layer.n_kv_heads)

@@ -2,8 +2,9 @@
 
     --context-length 4096            --max-model-len 4096          an alias, printed as such
     --enable-chunked-prefill                                       asks for what is always so, printed as such
-    --kv-cache-dtype auto                                          asks for what is so anyway, printed as such
-    --kv-cache-dtype fp8             refused, with the reason and the nearest command line that is accepted
+    --kv-cache-dtype fp8             --kv-cache-dtype fp8_e4m3     another name of a value, printed as such
+    --load-format auto                                             asks for what is so anyway, printed as such
+    --load-format gguf               refused, with the reason and the nearest command line that is accepted
 
 No torch in this module.
 """
@@ -89,6 +90,9 @@ ALIASES: Mapping[str, Alias] = {
     "--uvicorn-log-level": Alias("--log-level"),
 }
 
+# Other names of values of flags that are ours as well.
+VALUES: Mapping[str, Mapping[str, str]] = {"--kv-cache-dtype": {"fp8": "fp8_e4m3", "bf16": "bfloat16"}}
+
 _TOOLS = "how a model writes calls and reasoning is read from its chat template"
 _ONE_DEVICE = "replicas are servers of their own, with a router in front"
 _LOGS = "texts of requests are never logged; each finished call has a line, and --access-log adds HTTP requests"
@@ -115,7 +119,6 @@ REFUSED: Mapping[str, Foreign] = {
     "--trust-remote-code": Foreign("code that comes with a model is never run", False),
     "--quantization": _never("how weights are stored is read from the model; give a GGUF file, or a quantised"
                              " checkpoint", "none", "None"),
-    "--kv-cache-dtype": _never("the KV cache has the type of --dtype", "auto"),
     "--load-format": _never("how weights are stored is read from the model", "auto", "safetensors"),
     "--tokenizer-mode": _never("tokenizers are read from tokenizer.json or GGUF files", "auto", "fast"),
     "--cpu-offload-gb": _never("weights are held on one device", "0"),
@@ -193,7 +196,7 @@ class _Refusal(UsageError):
 
 def _takes_value(flag: str) -> bool:
     entry = ALIASES.get(flag) or ALWAYS.get(flag) or REFUSED.get(flag)
-    return flag == "--speculative-config" or (entry is not None and entry.takes_value)
+    return flag == "--speculative-config" or flag in VALUES or (entry is not None and entry.takes_value)
 
 
 def _join_drafter(pairs: list[Pair]) -> list[Pair]:
@@ -226,6 +229,11 @@ def translate(flag: str, value: str, told: Told) -> list[Pair] | None:
         return []
     if flag == "--speculative-config":
         return _speculative_config(value, told)
+    if flag in VALUES:
+        pair = (flag, VALUES[flag].get(value, value))
+        if pair[1] != value:
+            told.notes.append(f"{flag} {value} is read as {_told(pair)}")
+        return [pair]
     if flag not in ALIASES:
         return None
     if flag == "--speculative-num-draft-tokens" and value.isdigit():

@@ -24,9 +24,9 @@ from stretto.config import (
     Resolved,
     gib,
 )
-from stretto.device.graphs import bucket_of, usual_shapes
+from stretto.device.graphs import tokens_bucket, usual_shapes
 from stretto.device.host_pages import PinError
-from stretto.device.kv import KVCache, group_layers
+from stretto.device.kv import KVCache, group_layers, kv_dtype
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
 from stretto.device.streams import DeviceHalf, make_device
@@ -178,7 +178,7 @@ def _elastic(prepared: Prepared, limits: HostLimits, device: DeviceHalf, vocab_s
     width, goal = limits.width, resolved.config.schedule.slo_itl_ms
     chain = prepared.facts.drafter is not None and prepared.facts.drafter.caps.shape == "chain"
     widths = sorted({0, (width + 1) // 2, width}) if chain else sorted({0, width})
-    return Elastic(CostModel(samples, limits.budget, None if exact else bucket_of), limits.max_slots, widths, exact,
+    return Elastic(CostModel(samples, limits.budget, None if exact else tokens_bucket), limits.max_slots, widths, exact,
                    goal and goal / 1e3, on_host=limits.drafter is not None, adapts=resolved.elastic)
 
 
@@ -202,8 +202,9 @@ def make_runner(model: CausalModel, prepared: Prepared) -> tuple[Runner, Attenti
     fixed = resolved.config.model.deterministic
     if fixed and not getattr(model, "fixed", False):
         raise ConfigError([not_fixed(resolved.model_name, type(model).__name__)])
-    backend = choose_backend(model.layers, resolved.page_size, model.device, model.dtype, fixed)
-    kv = KVCache(model.layers, groups, [n - 1 for n in resolved.pages], resolved.page_size, model.dtype, model.device)
+    backend = choose_backend(model.layers, resolved.page_size, model.device, model.dtype, fixed, resolved.kv_dtype)
+    kv = KVCache(model.layers, groups, [n - 1 for n in resolved.pages], resolved.page_size,
+                 kv_dtype(resolved.kv_dtype), model.device)
     table = SlotTable(resolved.max_num_seqs + 1, resolved.max_model_len, resolved.page_size, len(groups), model.device,
                       resolved.lookahead)
     if resolved.config.speculation.acceptance_method == "rejection":

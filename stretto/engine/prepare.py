@@ -88,7 +88,7 @@ def _with_drafter(config: Config, facts: Facts, target: Target) -> Facts:
                           "correct it, or choose another drafter")
         raise ConfigError([refusal]) from e
     name = asked.partition(":")[0]
-    groups = tuple(KVGroupFacts(window, values) for window, values in sizes.kv_groups)
+    groups = tuple(KVGroupFacts(*group) for group in sizes.kv_groups)
     found = DrafterFacts(name, sizes.caps, sizes.parameters, groups, sizes.tap_values, usual)
     if tokens == 0:  # it will not be loaded
         found = DrafterFacts(name, sizes.caps)

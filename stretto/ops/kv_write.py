@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from stretto.ops.fp8 import KVScales, quantize_heads
+
 
 def write_kv_reference(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-                       cells: torch.Tensor) -> None:
+                       cells: torch.Tensor, scales: KVScales | None = None) -> None:
     """k and v [T, Hkv, D]; caches [pages, page_size, Hkv, D], written in place; cells [T] int64, page * page_size +
-    offset. Cells of padding tokens may repeat: any of their values stays."""
+    offset. Cells of padding tokens may repeat: any of their values stays. `scales`: of e4m3 caches."""
     page, offset = cells // k_cache.shape[1], cells % k_cache.shape[1]
-    k_cache[page, offset] = k.to(k_cache.dtype)
-    v_cache[page, offset] = v.to(v_cache.dtype)
+    if scales is None:
+        k_cache[page, offset] = k.to(k_cache.dtype)
+        v_cache[page, offset] = v.to(v_cache.dtype)
+        return
+    for values, cache, exponents in ((k, k_cache, scales.k), (v, v_cache, scales.v)):
+        codes, exponents[page, offset] = quantize_heads(values)
+        cache.view(torch.uint8)[page, offset] = codes.view(torch.uint8)
 
 
 def _check(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -29,13 +36,13 @@ def _check(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-             cells: torch.Tensor) -> None:
+             cells: torch.Tensor, scales: KVScales | None = None) -> None:
     """As `write_kv_reference`, in one launch without synchronisation on CUDA. ValueError for shapes or layouts that do
     not fit; tokens may be strided (a slice of a fused projection), heads may not."""
     if not k.is_cuda:
-        write_kv_reference(k, v, k_cache, v_cache, cells)
+        write_kv_reference(k, v, k_cache, v_cache, cells, scales)
         return
     from stretto.ops.triton_kv_write import launch_write_kv
 
     _check(k, v, k_cache, v_cache, cells)
-    launch_write_kv(k, v, k_cache, v_cache, cells)
+    launch_write_kv(k, v, k_cache, v_cache, cells, scales)

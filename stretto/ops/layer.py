@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from stretto.ops.fp8 import KVScales
+from stretto.ops.kv_write import write_kv_reference
+
 GATES = {"silu": F.silu, "swish": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
          "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu, "relu": F.relu}
 
@@ -58,7 +61,8 @@ class HeadWeights:
 
 
 def rotate_and_write_reference(qkv: torch.Tensor, n_heads: int, rope: Rope, norm: HeadWeights | None,
-                               k_cache: torch.Tensor, v_cache: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+                               k_cache: torch.Tensor, v_cache: torch.Tensor, cells: torch.Tensor,
+                               scales: KVScales | None = None) -> torch.Tensor:
     """qkv [T, H + 2 Hkv, D]; rope as on CUDA; caches [pages, page_size, Hkv, D]; cells [T] int64, page * page_size +
     offset. Norms and rotates q and k, writes k and v into the cells. Returns q [T, H, D]."""
     n_kv, half = (qkv.shape[1] - n_heads) // 2, qkv.shape[2] // 2
@@ -72,15 +76,13 @@ def rotate_and_write_reference(qkv: torch.Tensor, n_heads: int, rope: Rope, norm
     def turned(x: torch.Tensor) -> torch.Tensor:
         a, b = x.split(half, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    page, offset = cells // k_cache.shape[1], cells % k_cache.shape[1]
-    k_cache[page, offset] = turned(k).to(k_cache.dtype)
-    v_cache[page, offset] = v.to(v_cache.dtype)
+    write_kv_reference(turned(k), v, k_cache, v_cache, cells, scales)
     return turned(q).to(qkv.dtype)
 
 
 def rotate_and_write(qkv: torch.Tensor, n_heads: int, rope: Rope, norm: HeadWeights | None, k_cache: torch.Tensor,
-                     v_cache: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+                     v_cache: torch.Tensor, cells: torch.Tensor, scales: KVScales | None = None) -> torch.Tensor:
     """As the reference, on CUDA in one launch: q is changed in place and returned as a view of qkv."""
     from stretto.ops.triton_layer import launch_rotate_and_write
 
-    return launch_rotate_and_write(qkv, n_heads, rope, norm, k_cache, v_cache, cells)
+    return launch_rotate_and_write(qkv, n_heads, rope, norm, k_cache, v_cache, cells, scales)

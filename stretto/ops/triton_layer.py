@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 
 from stretto.ops.launch import dependent, overlaps
+from stretto.ops.triton_fp8 import exponent_for, power_of, rounded
 from stretto.ops.triton_launch import begin
 
 if TYPE_CHECKING:
+    from stretto.ops.fp8 import KVScales
     from stretto.ops.layer import HeadWeights, Rope
 
 HEADS = 8  # of one program of the rotation
@@ -59,11 +61,12 @@ def gate_kernel(gate_up, out, size, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL:
 
 
 @triton.jit
-def rotate_kernel(x, out, table, positions, q_weight, k_weight, k_cache, v_cache, cells, x_stride, out_stride,
-                  page_stride, cell_stride, eps, N_Q: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr,
+def rotate_kernel(x, out, table, positions, q_weight, k_weight, k_cache, v_cache, k_scales, v_scales, cells, x_stride,
+                  out_stride, page_stride, cell_stride, eps, N_Q: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr,
                   PAGE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
-                  WRITE: tl.constexpr, PDL: tl.constexpr):
-    """One program for some heads of a token. q heads go to `out`; with WRITE, k and v heads to the token's cell."""
+                  WRITE: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr):
+    """One program for some heads of a token. q heads go to `out`; with WRITE, k and v heads to the token's cell, with
+    FP8 in e4m3 with a scale for each."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, HALF)
@@ -95,8 +98,16 @@ def rotate_kernel(x, out, table, positions, q_weight, k_weight, k_cache, v_cache
     if WRITE:
         cell = tl.load(cells + token)
         place = cell // PAGE * page_stride + cell % PAGE * cell_stride
+        k_head = (head >= N_Q) & (head < N_Q + N_K)
+        if FP8:
+            exponent = exponent_for(tl.maximum(tl.max(tl.abs(y1), 1), tl.max(tl.abs(y2), 1)))
+            y1 = rounded(y1 * power_of(254 - exponent)[:, None])
+            y2 = rounded(y2 * power_of(254 - exponent)[:, None])
+            v_head = (head >= N_Q + N_K) & (head < N_Q + N_K + N_V)
+            tl.store(k_scales + cell * N_K + head - N_Q, exponent.to(tl.uint8), mask=k_head)
+            tl.store(v_scales + cell * N_V + head - N_Q - N_K, exponent.to(tl.uint8), mask=v_head)
         to_k = k_cache + place + (head - N_Q)[:, None] * D + d[None, :]
-        is_k = ok & (head >= N_Q)[:, None] & (head < N_Q + N_K)[:, None]
+        is_k = ok & k_head[:, None]
         tl.store(to_k, y1.to(k_cache.dtype.element_ty), mask=is_k)
         tl.store(to_k + D // 2, y2.to(k_cache.dtype.element_ty), mask=is_k)
         to_v = v_cache + place + (head - N_Q - N_K)[:, None] * D + d[None, :]
@@ -145,7 +156,8 @@ def launch_rotate(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor)
 
 
 def launch_rotate_and_write(qkv: torch.Tensor, n_heads: int, rope: Rope, norm: HeadWeights | None,
-                            k_cache: torch.Tensor, v_cache: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+                            k_cache: torch.Tensor, v_cache: torch.Tensor, cells: torch.Tensor,
+                            scales: KVScales | None = None) -> torch.Tensor:
     """ValueError for caches whose heads are not contiguous or that are not laid out alike."""
     n_kv = (qkv.shape[1] - n_heads) // 2
     head_dim = qkv.shape[2]
@@ -154,18 +166,18 @@ def launch_rotate_and_write(qkv: torch.Tensor, n_heads: int, rope: Rope, norm: H
                          f" heads of {head_dim} lie one after another")
     qkv = _heads_contiguous(qkv)
     if len(qkv):
-        _launch_rotation(qkv, qkv, *rope, norm, k_cache, v_cache, cells, n_heads, n_kv)
+        _launch_rotation(qkv, qkv, *rope, norm, k_cache, v_cache, cells, n_heads, n_kv, scales)
     return qkv[:, :n_heads]
 
 
 def _launch_rotation(x: torch.Tensor, out: torch.Tensor, table: torch.Tensor, positions: torch.Tensor,
                      norm: HeadWeights | None, k_cache: torch.Tensor, v_cache: torch.Tensor, cells: torch.Tensor,
-                     n_heads: int, n_kv: int) -> None:
+                     n_heads: int, n_kv: int, scales: KVScales | None = None) -> None:
     head_dim, write = x.shape[2], n_kv > 0
     heads = n_heads + 2 * n_kv
     rotate_kernel[(len(x), triton.cdiv(heads, HEADS))](
         x, out, table, positions, table if norm is None else norm.q, table if norm is None else norm.k, k_cache,
-        v_cache, cells, x.stride(0), out.stride(0), k_cache.stride(0), k_cache.stride(1),
+        v_cache, *(scales or (cells, cells)), cells, x.stride(0), out.stride(0), k_cache.stride(0), k_cache.stride(1),
         0.0 if norm is None else norm.eps, N_Q=n_heads, N_K=n_kv, N_V=n_kv, PAGE=k_cache.shape[1] if write else 1,
         D=head_dim, HALF=triton.next_power_of_2(head_dim // 2), HEADS=HEADS, NORM=norm is not None, WRITE=write,
-        PDL=overlaps(x.device), num_warps=2, **dependent(x.device))
+        FP8=scales is not None, PDL=overlaps(x.device), num_warps=2, **dependent(x.device))

@@ -11,6 +11,7 @@ import torch
 
 from stretto.attn.api import AttentionBackend, GroupSpec, LayerSpec
 from stretto.model.api import CausalModel
+from stretto.ops.fp8 import KVScales
 from stretto.spec.api import Choose, Drafter, DrafterCaps, SlotView
 
 
@@ -37,7 +38,8 @@ class DrafterSizes:
 
     caps: DrafterCaps
     parameters: int = 0
-    kv_groups: tuple[tuple[int | None, int], ...] = ()  # (window, numbers that one token stores) of its own layers
+    # of its own layers: (window, numbers that one token stores, heads that these make up)
+    kv_groups: tuple[tuple[int | None, int, int], ...] = ()
     tap_values: int = 0  # numbers that are kept beside each page and in each slot, for its seam
 
 
@@ -48,6 +50,8 @@ class DraftKV(Protocol):
     def k(self) -> Sequence[torch.Tensor]: ...  # per layer [pages, page_size, Hkv, D]
     @property
     def v(self) -> Sequence[torch.Tensor]: ...
+    @property
+    def scales(self) -> Sequence[KVScales | None]: ...  # of e4m3 caches; else None
     @property
     def group_of(self) -> dict[int, int]: ...
     @property

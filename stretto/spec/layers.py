@@ -40,10 +40,10 @@ def rotary_of(config: ModelConfig, context: DrafterContext, ahead: int) -> Rotar
     return Rotary(config.rope, config.head_dim, positions, context.device)
 
 
-def kv_groups(config: ModelConfig) -> tuple[tuple[int | None, int], ...]:
-    """(window, numbers that a token stores) of a drafter's layers."""
-    each = 2 * config.n_kv_heads * config.head_dim
-    return tuple((window, each * config.windows.count(window)) for window in dict.fromkeys(config.windows))
+def kv_groups(config: ModelConfig) -> tuple[tuple[int | None, int, int], ...]:
+    """(window, numbers that a token stores, heads that these make up) of a drafter's layers."""
+    heads = {window: 2 * config.n_kv_heads * config.windows.count(window) for window in dict.fromkeys(config.windows)}
+    return tuple((window, count * config.head_dim, count) for window, count in heads.items())
 
 
 def style_of(config: ModelConfig) -> LayerStyle:

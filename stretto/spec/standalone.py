@@ -56,7 +56,7 @@ class Standalone:
         check_vocabulary(repo, facts.vocab_size, target)
         check_token_maps(repo, target)
         return DrafterSizes(self.caps(settings), facts.parameters,
-                            tuple((group.window, group.values) for group in facts.kv_groups))
+                            tuple((group.window, group.values, group.heads) for group in facts.kv_groups))
 
     def make(self, settings: str, context: DrafterContext) -> Drafter:
         repo = open_repo("standalone", settings)

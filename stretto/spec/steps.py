@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from stretto.ops.fp8 import KVScales
 from stretto.ragged import RaggedStep
 from stretto.spec.context import DraftKV
 
@@ -75,6 +76,8 @@ class StreamKV:
         self._kv, self.groups, self.group_of = kv, tuple(kv.groups), kv.group_of
         self.k = [t.view(-1, page_size, *t.shape[2:]) for t in kv.k]
         self.v = [t.view(-1, page_size, *t.shape[2:]) for t in kv.v]
+        self.scales = [None if pair is None else KVScales(*(t.view(-1, page_size, t.shape[2]) for t in pair))
+                       for pair in kv.scales]
         self.write = kv.write
 
 

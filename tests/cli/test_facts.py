@@ -63,7 +63,7 @@ def test_a_gguf_file(tmp_path: Path):
     facts = model_facts(write_model(tmp_path / "tiny-1.5.gguf", model))
     assert facts.name == "tiny-1.5" and facts.dtype == "gguf"
     assert facts.parameters == sum(p.numel() for p in model.parameters())
-    assert facts.kv_groups == (KVGroupFacts(None, 2 * 2 * 2 * 16),)
+    assert facts.kv_groups == (KVGroupFacts(None, 2 * 2 * 2 * 16, 2 * 2 * 2),)
 
 
 def test_a_model_that_states_no_sizes_is_refused(tmp_path: Path):

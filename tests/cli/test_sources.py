@@ -27,7 +27,8 @@ KNOWN_FLAGS = {"--" + name.replace("_", "-") for name in setting_names()}
     ("--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4", "--speculation-tokens 3"),
     ("--speculative-num-steps 5", "--speculation-tokens 5"), ("--disable-cuda-graph", "--enforce-eager"),
     ("m --tool-call-parser hermes --enable-auto-tool-choice --port 3", "m --port 3"),
-    ("--reasoning-parser=qwen3 --kv-cache-dtype auto --pp-size 1", ""), ("--load-format=safetensors m", "m"),
+    ("--reasoning-parser=qwen3 --quantization none --pp-size 1", ""), ("--load-format=safetensors m", "m"),
+    ("--kv-cache-dtype fp8", "--kv-cache-dtype fp8_e4m3"), ("--kv-cache-dtype=bf16 m", "--kv-cache-dtype bfloat16 m"),
 ])
 def test_other_engines_flags(theirs: str, ours: str):
     told = Told([], [])
@@ -36,7 +37,7 @@ def test_other_engines_flags(theirs: str, ours: str):
 
 
 @pytest.mark.parametrize(("theirs", "reasons", "accepted"), [
-    ("serve m --kv-cache-dtype fp8 --context-length 4096", ["--kv-cache-dtype"], "serve m --max-model-len 4096"),
+    ("serve m --quantization fp8 --context-length 4096", ["--quantization"], "serve m --max-model-len 4096"),
     ("serve m --trust-remote-code --port 3", ["--trust-remote-code"], "serve m --port 3"),
     ("serve m --swap-space 4 --hf-overrides {} --tp 2 --speculative-eagle-topk=4",
      ["--swap-space", "--hf-overrides", "--speculative-eagle-topk"], "serve m --tensor-parallel-size 2"),
