@@ -15,7 +15,7 @@ import datetime
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from stretto.model.shard import Shard
 from stretto.ops.exchange import side_by_side, total
 from stretto.sample.features import StepShape
 from stretto.wire import HEADER, split_plan, without_times
+
+if TYPE_CHECKING:
+    from stretto.device.symmetric import SymmetricMemory
 
 PLAN, MASK, WARM_UP, CLOSE = "plan", "mask", "warm up", "close"
 BLAME_SECONDS = 2.0  # in which a rank that fails can say so
@@ -41,31 +44,68 @@ class RankDied(RankFailed):
 
 
 class RankShard(Shard):
-    """A rank of several, joined by torch.distributed."""
+    """A rank of several, joined by torch.distributed.
+
+    On GPUs of one host what is small goes through their own memory (`device/symmetric.py`), in one launch, and what is
+    larger through NCCL. Both give the same bits on every rank. NCCL's sum of more than two ranks depends on where in
+    the tensor it stands; `fixed` has everything added up in the order of the ranks, and rounded once."""
+
+    def __init__(self, rank: int, ranks: int, memory: SymmetricMemory | None = None, nccl: bool = False):
+        """`nccl`: sums that `memory` does not take are NCCL's, rather than in order."""
+        super().__init__(rank, ranks)
+        self._memory, self._nccl = memory, nccl
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        if self._memory is not None and self._memory.takes(x):
+            return self._memory.total(x)
+        if self._nccl:
+            dist.all_reduce(x)
+            return x
         return total(self._parts(x))
 
     def add(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        if self._memory is not None and self._memory.takes(x):
+            return self._memory.total(x, base)
+        if self._nccl:
+            dist.all_reduce(x)
+            return base.add_(x)
         return base.copy_(total(self._parts(x), base))
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        if self._memory is not None and self._memory.takes(x):
+            return self._memory.side_by_side(x)
         return side_by_side(self._parts(x))
 
     def _parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """x of every rank, in order."""
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
-        dist.all_gather(parts, x.contiguous())
-        return parts
+        """x, contiguous, of every rank, in order."""
+        parts = x.new_empty(self.ranks, *x.shape)
+        gather(parts.flatten(0, 1), x)
+        return parts.unbind(0)
 
 
-def join_ranks(rank: int, ranks: int, address: str, device: torch.device) -> RankShard:
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
+
+
+def join_ranks(rank: int, ranks: int, address: str, device: torch.device, fixed: bool = False) -> RankShard:
     """Meets the other ranks at `address` (an init_method of torch.distributed). Waits for all of them."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", init_method=address, rank=rank,
-                            world_size=ranks, timeout=TIMEOUT)
-    return RankShard(rank, ranks)
+    if device.type == "cpu":
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=TIMEOUT)
+        return RankShard(rank, ranks)
+    from stretto.device.symmetric import SymmetricMemory  # imports triton, which installations for CPU may lack
+
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", init_method=address, rank=rank, world_size=ranks, timeout=TIMEOUT,
+                            device_id=device)
+    return RankShard(rank, ranks, SymmetricMemory(rank, ranks, device), nccl=not fixed)
+
+
+def leave_ranks() -> None:
+    """The end of an orderly meeting; no graph may be left that holds one of its sums."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class RanksDevice:

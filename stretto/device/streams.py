@@ -343,6 +343,7 @@ class CudaDevice:
             self.moves.close()
         self.steps.synchronize()
         self.copies.synchronize()
+        self.graphs.clear()
 
 
 def make_device(runner: Runner, overlap: bool, graphs: bool = True) -> DeviceHalf:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stretto.device.ranks import RanksDevice, RankShard, join_ranks, serve_rank
+from stretto.device.ranks import RanksDevice, RankShard, join_ranks, leave_ranks, serve_rank
 from stretto.device.streams import DeviceHalf
 from stretto.engine.process import end_with_parent
 
@@ -49,14 +49,13 @@ class Ranks:
         return RanksDevice(own, self._connections, self.close)
 
     def close(self) -> None:
+        leave_ranks()
         for process in self._processes:
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
         for connection in self._connections:
             connection.close()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
         with contextlib.suppress(OSError):
             for name in os.listdir(self._folder):
                 os.unlink(os.path.join(self._folder, name))
@@ -79,3 +78,4 @@ def _run(parent: int, rank: int, ranks: int, address: str, device_type: str, pre
         leader.send(f"{type(e).__name__}: {e}")
         raise
     serve_rank(device, leader, depth)
+    leave_ranks()
