@@ -20,6 +20,7 @@ import torch
 
 WINDOW = 2048  # ids of a window; longer sequences are cut
 VALIDATION = 128  # sequences that are never trained on
+MOST = 16_000_000  # ids that are kept: 6 KB of states each
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,12 @@ class Batch:
 class Dataset:
     """Answers of at least `width` tokens, of one file or several, packed in one tensor on the device."""
 
-    def __init__(self, paths: Sequence[Path], width: int, device: torch.device, seed: int = 0):
-        stored = [np.load(path) for path in paths]
+    def __init__(self, paths: Sequence[Path], width: int, device: torch.device, seed: int = 0, most: int = MOST):
+        """`most`: ids that are kept, of random sequences."""
+        ids, lengths, prompts, greedy = _read(paths, most, seed)
         self.width, self.device = width, device
-        self.ids = torch.from_numpy(np.concatenate([s["ids"] for s in stored]).astype(np.int64)).to(device)
-        self.lengths = torch.from_numpy(np.concatenate([np.diff(s["starts"]) for s in stored]))  # on the host
-        prompts = torch.from_numpy(np.concatenate([s["prompts"] for s in stored])).long()
-        greedy = torch.from_numpy(np.concatenate([s["greedy"] for s in stored]))
+        self.ids, self.lengths = torch.from_numpy(ids.astype(np.int64)).to(device), torch.from_numpy(lengths)
+        prompts, greedy = torch.from_numpy(prompts).long(), torch.from_numpy(greedy)
         self.stop = self.lengths.cumsum(0).to(device)
         self.start, self.prompt = self.stop - self.lengths.to(device), prompts.to(device)
         usable = (self.lengths - prompts > width).nonzero().flatten()
@@ -149,3 +149,19 @@ class Dataset:
         after = after.clamp(max=len(self.ids) - 1)
         owner = torch.where(inside, self.owner[rows], -1)
         return Batch(rows, owner, self.position[rows], at.clamp(min=1), self.ids[after], after - 1, valid)
+
+
+def _read(paths: Sequence[Path], most: int, seed: int) -> tuple[np.ndarray, ...]:
+    """Of the sequences of all files, some in random order if there are too many: ids one after another, and of each
+    sequence its length, that of its prompt, and whether its answer is greedy."""
+    stored = [np.load(path) for path in paths]
+    ids, lengths, prompts, greedy = (np.concatenate(parts) for parts in (
+        [s["ids"] for s in stored], [np.diff(s["starts"]) for s in stored], [s["prompts"] for s in stored],
+        [s["greedy"] for s in stored]))
+    if len(ids) <= most:
+        return ids, lengths, prompts, greedy
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    chosen = order[lengths[order].cumsum() <= most]
+    starts = lengths.cumsum() - lengths
+    ids = np.concatenate([ids[starts[i] : starts[i] + lengths[i]] for i in chosen])
+    return ids, lengths[chosen], prompts[chosen], greedy[chosen]

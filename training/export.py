@@ -131,11 +131,11 @@ def dflash(folder: Path, head: DFlash, teacher: Teacher, shape: Shape, mask: int
 
 
 def dspark(folder: Path, head: DSpark, teacher: Teacher, shape: Shape, mask: int) -> None:
-    """DeepSpec's layout, with a vanilla Markov head; a reduced vocabulary as in `dflash`."""
+    """DeepSpec's layout, with a recurrent Markov head; a reduced vocabulary as in `dflash`."""
     config = layer_config(teacher, shape, "qwen3") | {
         "architectures": ["Qwen3DSparkModel"], "block_size": head.size, "mask_token_id": mask,
         "target_layer_ids": layers_of(teacher, shape), "layer_types": ["full_attention"] * shape.layers,
-        "markov_rank": head.markov_head.markov_w1.embedding_dim, "markov_head_type": "vanilla",
+        "markov_rank": head.markov_head.markov_w1.embedding_dim, "markov_head_type": "rnn",
         "enable_confidence_head": True, "confidence_head_with_markov": True}
     more, maps = vocabulary(head, config["vocab_size"])
     save(folder, config | more, tensors_of(head) | maps)

@@ -32,9 +32,10 @@ FOLLOW_UPS = ("Explain that in more detail.", "Rewrite your answer in one paragr
               "Translate it to French.", "Turn your answer into a list.", "Why is that so?", "Continue.",
               "What would an expert add?", "Rewrite your previous answer. Begin every sentence with another letter.")
 TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 1.0)  # drawn from for every answer
-LONGEST_PROMPT, LONGEST_ANSWER, LONGEST_INVENTED = 800, 320, 120  # tokens
+LONGEST_PROMPT, LONGEST_ANSWER, LONGEST_INVENTED = 1400, 400, 120  # tokens
+THERE, BACK = "Translate English to German: ", "Translate German to English: "  # what was translated, is back as well
 FOLLOWED = 0.12  # share of the answers that get a second turn
-INVENTED = 0.35  # share of prompts that the target makes up, in relation to those of the file
+INVENTED = 0.15  # share of prompts that the target makes up, in relation to those of the file
 
 
 @dataclass
@@ -94,7 +95,10 @@ class Generator:
         if reason not in ("stop", "length"):
             return
         self.answers.add(Answered(job.tokens, job.answer, greedy=job.sampling.temperature == 0))
-        if len(job.messages) == 1 and reason == "stop" and self.chance.random() < FOLLOWED:
+        question = job.messages[0]["content"]
+        if question.startswith(THERE) and text.strip() and self.unseen(BACK + text):
+            self.second_turns.extend(self.asked([{"role": "user", "content": BACK + text.strip()[:400]}]))
+        elif len(job.messages) == 1 and reason == "stop" and self.chance.random() < FOLLOWED:
             follow_up = {"role": "user", "content": self.chance.choice(FOLLOW_UPS)}
             self.second_turns.extend(self.asked([*job.messages, {"role": "assistant", "content": text}, follow_up]))
 
@@ -122,18 +126,20 @@ class Generator:
 
 
 def main(prompts: Path, output: Path, data: Path, *, model: str | None = None, minutes: float = 2.0, rows: int = 512,
-         inventions: int | None = None, seed: int = 0) -> None:
+         inventions: int | None = None, part: int = 0, parts: int = 1) -> None:
     """Answers prompts until all are answered or the time is up, and writes token ids.
 
     prompts: made by training.prompts.  output: an .npz file.  data: the folder with eval/ (made-up prompts like those
     of an evaluation set are dropped).  model: default SmolLM2-135M-Instruct.  rows: answered at once.
-    inventions: prompts that the target makes up first; default a share of those in the file."""
+    inventions: prompts that the target makes up first; default a share of those in the file.  part, parts: several
+    processes may each answer a part of the prompts, on one GPU as well: it waits for the host most of the time."""
     began = time.monotonic()
-    asked = load(prompts)
-    with LLM(model, max_num_seqs=rows, max_model_len=LONGEST_PROMPT + LONGEST_ANSWER + 32) as llm:
+    asked = load(prompts)[part::parts]
+    longest = LONGEST_PROMPT + LONGEST_ANSWER + 32
+    with LLM(model, max_num_seqs=rows, max_model_len=longest, kv_tokens=rows * longest) as llm:
         ready = time.monotonic()
         print(f"engine ready after {ready - began:.1f} s on {llm.prepared.resolved.device}", flush=True)
-        maker = Generator(llm, rows, seed, Unseen(evaluation_prompts(data)))
+        maker = Generator(llm, rows, part, Unseen(evaluation_prompts(data)))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, refresh_per_second=1) as progress:
             count = int(INVENTED * len(asked)) if inventions is None else inventions

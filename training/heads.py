@@ -70,11 +70,11 @@ class Head(Protocol):
         ...
 
     def factors(self, hidden: torch.Tensor, before: torch.Tensor) -> Factors:
-        """hidden [N, E], ids before [N] -> what gives the logits [N, D]."""
+        """hidden [N, K, E], ids before [N, K] -> what gives the logits [N * K, D]."""
         ...
 
     def confidence(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
-        """Logits of the probability that the best draft is right, [N]; None for a head that gives none."""
+        """Logits of the probability that the best draft is right, [N * K]; None for a head that gives none."""
         ...
 
 
@@ -141,7 +141,7 @@ class Eagle3(nn.Module):
         return torch.stack(out, 2)
 
     def factors(self, hidden: torch.Tensor, before: torch.Tensor) -> Factors:
-        return [(self.norm(hidden), self.lm_head.weight)]
+        return [(self.norm(hidden).flatten(0, 1), self.lm_head.weight)]
 
     def confidence(self, hidden: torch.Tensor, before: torch.Tensor) -> None:
         return None
@@ -195,35 +195,54 @@ class DFlash(nn.Module):
         return x if self.from_anchor else x[:, :, 1:]
 
     def factors(self, hidden: torch.Tensor, before: torch.Tensor) -> Factors:
-        return [(hidden, self.head)]
+        return [(hidden.flatten(0, 1), self.head)]
 
     def confidence(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
 class Markov(nn.Module):
-    def __init__(self, vocab: int, drafted: int, rank: int):
+    """Biases of the logits by what was drafted before: one step of a recurrent cell for each draft (DeepSpec's "rnn").
+
+    [gate, candidate, output] = joint [state | W1 of the id before | hidden state];  bias = W2 tanh(output)
+    state' = gate state + (1 - gate) tanh(candidate)"""
+
+    def __init__(self, hidden: int, vocab: int, drafted: int, rank: int):
         super().__init__()
         self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, drafted, bias=False)
+        self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+        small_start(self)
         nn.init.normal_(self.markov_w1.weight, std=1.0)
         nn.init.zeros_(self.markov_w2.weight)
 
+    def outputs(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """hidden [N, K, E], embedded [N, K, r]: W1 of the ids before -> what W2 makes biases of, [N, K, r]."""
+        state, found = torch.zeros_like(embedded[:, 0]), []
+        for x, h in zip(embedded.unbind(1), hidden.unbind(1), strict=True):
+            gate, candidate, output = self.joint_proj(torch.cat([state, x, h], 1)).chunk(3, 1)
+            gate = gate.sigmoid()
+            state = gate * state + (1 - gate) * candidate.tanh()
+            found.append(output.tanh())
+        return torch.stack(found, 1)
+
 
 class DSpark(DFlash):
-    """DSPARK: DFLASH's block, whose logits the id before each draft corrects; and a guess whether it is right."""
+    """DSPARK: DFLASH's block, whose logits the ids before each draft correct; and a guess whether it is right."""
 
     def __init__(self, shape: Shape, size: int, mask: torch.Tensor, ids: torch.Tensor, norm: torch.Tensor,
                  head: torch.Tensor, rank: int):
         super().__init__(shape, size, mask, ids, norm, head, from_anchor=True)
-        self.markov_head = Markov(len(head), len(ids), rank)
+        self.markov_head = Markov(shape.hidden, len(head), len(ids), rank)
         self.confidence_head = nn.ModuleDict({"proj": nn.Linear(shape.hidden + rank, 1)})
 
     def factors(self, hidden: torch.Tensor, before: torch.Tensor) -> Factors:
         head = self.markov_head
-        return [(hidden, self.head), (head.markov_w1(before), head.markov_w2.weight)]
+        outputs = head.outputs(hidden, head.markov_w1(before))
+        return [(hidden.flatten(0, 1), self.head), (outputs.flatten(0, 1), head.markov_w2.weight)]
 
     def confidence(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        return self.confidence_head["proj"](torch.cat([hidden, self.markov_head.markov_w1(before)], -1).detach())[:, 0]
+        features = torch.cat([hidden, self.markov_head.markov_w1(before)], -1).detach()
+        return self.confidence_head["proj"](features).flatten()
 
 
 def shape_of(config: Any, inner: int, layers: int, columns: tuple[int, ...]) -> Shape:

@@ -158,7 +158,7 @@ class Trainer:
 
     def loss(self, inputs: Inputs) -> torch.Tensor:
         with self._autocast():
-            hidden, before = self.head.drafts(inputs.seen).flatten(0, 2), inputs.seen.before.flatten()
+            hidden, before = self.head.drafts(inputs.seen).flatten(0, 1), inputs.seen.before.flatten(0, 1)
             ids, weights = self._targets(inputs)
             flat = [part for pair in self.head.factors(hidden, before) for part in pair]
             loss, best = SparseCrossEntropy.apply(ids, weights, *flat)
@@ -187,9 +187,9 @@ class Trainer:
         """How many drafts would be accepted after each anchor, [B, A]."""
         inputs = inputs.cut(self.drafts)
         with self._autocast():
-            hidden, before = self.head.drafts(inputs.seen).flatten(0, 2), inputs.seen.before.flatten()
+            hidden, before = self.head.drafts(inputs.seen).flatten(0, 1), inputs.seen.before.flatten(0, 1)
             best = torch.cat([logits_of(self.head.factors(h, b)).argmax(-1) for h, b in
-                              zip(hidden.split(16_384), before.split(16_384), strict=True)])
+                              zip(hidden.split(2048), before.split(2048), strict=True)])
         right = (self.head.ids[best].view_as(inputs.labels) == inputs.labels) & inputs.valid
         return right.int().cumprod(-1).sum(-1)
 
@@ -220,7 +220,7 @@ class Race:
                 rate = min(1, (steps + 1) / WARM_UP) * max(1 - share, 0.01)
                 losses = {name: trainer.step(kept, rate) for name, trainer in self.trainers.items()}
                 steps += 1
-                if share - said > 0.1 or steps in (1, 2 * WARM_UP):
+                if share - said > 0.2 or steps in (1, 2 * WARM_UP):
                     said = share
                     for name, loss in losses.items():
                         progress.console.print(

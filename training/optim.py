@@ -63,7 +63,7 @@ def optimizers_of(head: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
     Every group keeps its first rate as `initial_lr`."""
     matrices, rest = [], []
     for name, weight in head.named_parameters():
-        inner = weight.ndim == 2 and min(weight.shape) > 1 and not name.startswith(("lm_head", "markov_head"))
+        inner = weight.ndim == 2 and min(weight.shape) > 1 and not name.startswith(("lm_head", "markov_head.markov"))
         (matrices if inner else rest).append(weight)
     cuda, device = rest[0].is_cuda, rest[0].device
     made = [Muon(matrices, torch.tensor(rate, device=device)),

@@ -1,11 +1,13 @@
-"""Prompts for training, from openly licensed text: GSM8K's training questions, and instructions about passages of books
-in the public domain, of Python's proposals (PEPs), of Python's documentation and of the Rust book.
+"""Prompts for training, from openly licensed text: GSM8K's training questions, also with other numbers; questions about
+names that occur in texts; and instructions about passages of books in the public domain, of Wikipedia's articles in
+WikiText-2, of Python's proposals (PEPs), of Python's documentation and of the Rust book.
 
 Evaluation sets are read for one purpose: a prompt that shares a run of words with one of theirs is left out.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import lzma
 import random
@@ -18,7 +20,7 @@ import cyclopts
 
 SHARED_WORDS = 12  # a run of so many words that an evaluation prompt has too disqualifies a prompt
 
-SUMMARISE = ("Summarize: {text}", "Summarize the following text in two or three sentences.\n\n{text}",
+SUMMARISE = ("Summarize: {text}", "Summarize: {text}", "Summarize the following text in two or three sentences.\n\n{text}",
              "{text}\n\nGive a short summary of the passage above.", "What are the key points of this text?\n\n{text}",
              "{text}\n\nTL;DR")
 ANSWER = ("{text}\n\nAnswer the question using the passage above: {question}",
@@ -28,6 +30,11 @@ QUESTIONS = ("What is this passage about?", "Who is speaking, and to whom?", "Wh
              "Who are the people in it, and how are they related?", "Why does it happen?", "Where does it take place?",
              "What does the author want to say?", "Which details show how the characters feel?",
              "What is likely to happen next?", "What is the most important sentence, and why?")
+RETRIEVED = ("{text}\n{question}",)
+NAMED = ("Who is {name}?", "Who was {name}?", "When was {name} born?", "What did {name} do?", "Where does {name} live?",
+         "Why is {name} important?", "How old is {name}?", "What is {name} known for?", "Who plays {name} in the movie?",
+         "Who is the father of {name}?", "When does {name} come out?", "How many books did {name} write?",
+         "Where is {name} from?", "What happened to {name}?", "Who wrote the song {name}?", "Where was {name} made?")
 REWRITE = ("Rewrite the following text in simple modern English.\n\n{text}",
            "Rewrite this as an email to a colleague.\n\n{text}",
            "Turn the following into a list of bullet points.\n\n{text}",
@@ -40,7 +47,8 @@ EXPLAIN = ("Explain the following to a beginner.\n\n{text}", "What does this mea
            "{text}\n\nExplain step by step.", "Write a short tutorial about this.\n\n{text}",
            "Give an example in code for the following.\n\n{text}", "What are the pros and cons of this?\n\n{text}",
            "List the steps that this describes.\n\n{text}")
-TRANSLATE = ("Translate English to German: {text}", "Translate English to French: {text}",
+TRANSLATE = ("Translate English to German: {text}", "Translate English to German: {text}",
+             "Translate English to German: {text}", "Translate English to French: {text}",
              "Translate the following sentence to Spanish: {text}")
 EXTRACT = ("List all names of people and places in the following text.\n\n{text}",
            "Extract the nouns of this sentence as a JSON list.\n\n{text}",
@@ -49,28 +57,35 @@ EXTRACT = ("List all names of people and places in the following text.\n\n{text}
 
 @dataclass(frozen=True)
 class Recipe:
-    """How many prompts are made of which passages (of `words` words, between the two) with which templates."""
+    """How many prompts are made of which passages (of `words` words, between the two) with which templates. `chunks`:
+    the passage is cut up into so many of equal length, anywhere, as retrieval finds them."""
 
     templates: tuple[str, ...]
     corpora: tuple[str, ...]
     words: tuple[int, int]
     count: int
+    chunks: int = 1
 
 
-BOOKS, PROSE = ("public-domain-books",), ("public-domain-books", "peps")
+BOOKS, PROSE = ("public-domain-books",), ("public-domain-books", "peps", "wikitext-2/valid")
+FACTS = ("wikitext-2/valid", "public-domain-books")
 TECHNICAL = ("peps", "python-docs", "rust-book")
+VARIED = 2  # times that each question of GSM8K is asked with other numbers
+NAMES = 4000  # questions about names, without a text
 RECIPES = (
-    Recipe(SUMMARISE, PROSE, (80, 500), 4000), Recipe(ANSWER, PROSE, (60, 450), 4000),
-    Recipe(REWRITE, PROSE, (25, 120), 2500), Recipe(CONTINUE, BOOKS, (20, 120), 2000),
-    Recipe(EXPLAIN, TECHNICAL, (15, 120), 4000), Recipe(TRANSLATE, BOOKS, (8, 30), 2000),
-    Recipe(EXTRACT, BOOKS, (15, 80), 1000))
+    Recipe(SUMMARISE, PROSE, (80, 900), 3500), Recipe(ANSWER, PROSE, (60, 450), 2500),
+    Recipe(RETRIEVED, FACTS, (420, 500), 2500, chunks=5), Recipe(REWRITE, PROSE, (25, 120), 2500),
+    Recipe(CONTINUE, BOOKS, (20, 120), 1500), Recipe(EXPLAIN, TECHNICAL, (15, 120), 3500),
+    Recipe(TRANSLATE, BOOKS, (8, 40), 3000), Recipe(EXTRACT, BOOKS, (15, 80), 1000))
+NAME = re.compile(r"\b[A-Z][a-z]{2,}(?: of)?(?: [A-Z][a-z]+){1,2}\b")
+LONGEST_PASSAGE = 8000  # characters
 
 
 def passages(text: str, words: tuple[int, int], chance: random.Random) -> Iterator[str]:
     """Passages of whole sentences or lines, endlessly, from random places."""
     while True:
-        start = chance.randrange(max(len(text) - 8000, 1))
-        piece = text[start : start + 8000]
+        start = chance.randrange(max(len(text) - LONGEST_PASSAGE, 1))
+        piece = text[start : start + LONGEST_PASSAGE]
         begin = re.search(r"(?<=[.!?])\s+(?=[A-Z\"'])|\n\n", piece)
         if begin is None:
             continue
@@ -114,21 +129,61 @@ def instructions(corpora: Callable[[str], str], recipe: Recipe, chance: random.R
     sources = [passages(corpora(name), recipe.words, chance) for name in recipe.corpora]
     for _ in range(recipe.count):
         text, template = next(chance.choice(sources)), chance.choice(recipe.templates)
-        yield template.format(text=text, question=chance.choice(QUESTIONS))
+        names = NAME.findall(text)
+        ask = chance.choice(NAMED).format(name=chance.choice(names)) if names and chance.random() < 0.5 else None
+        if recipe.chunks > 1:
+            text = "\n".join(chunked(text, recipe.chunks, chance))
+        yield template.format(text=text, question=ask or chance.choice(QUESTIONS))
+
+
+def chunked(text: str, count: int, chance: random.Random) -> list[str]:
+    """Runs of words of equal length, in any order, headed by a name, as an index of articles gives them."""
+    words = text.split()
+    size = len(words) // count
+    chunks = [" ".join(words[i * size : (i + 1) * size]) for i in range(count)]
+    chance.shuffle(chunks)
+    return [f"{NAME.findall(chunk)[0]} {chunk}" if NAME.search(chunk) else chunk for chunk in chunks]
+
+
+def named(text: str, count: int, chance: random.Random) -> Iterator[str]:
+    """Short questions about names that the text mentions."""
+    names = sorted(set(NAME.findall(text)))
+    for _ in range(count):
+        question = chance.choice(NAMED).format(name=chance.choice(names))
+        yield question.lower().capitalize() if chance.random() < 0.5 else question
+
+
+def varied(question: str, chance: random.Random) -> str:
+    """A word problem with other numbers of about the same size."""
+    def other(found: re.Match) -> str:
+        number = int(found[0])
+        return str(chance.randint(max(2, number // 2), max(3, 2 * number)))
+
+    return re.sub(r"(?<![\d.,/])\d{1,4}(?![\d/]|[.,]\d)", other, question)
+
+
+def plain(text: str) -> str:
+    """WikiText without the marks of its tokenisation."""
+    text = re.sub(r" @([-.,])@ ", r"\1", text).replace(" <unk>", "").replace("<unk>", "")
+    text = re.sub(r"^ ?=.*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r' " ([^"]*) "', r' "\1"', text)
+    return re.sub(r" ([.,;:!?)'])", r"\1", text).replace("( ", "(").replace("\n \n", "\n\n")
+
+
+def read_corpus(data: Path, name: str) -> str:
+    if name.startswith("wikitext"):
+        return plain((data / f"corpora/{name}.txt").read_text(encoding="utf-8"))
+    return lzma.decompress((data / f"corpora/{name}.txt.xz").read_bytes()).decode("utf-8")
 
 
 def build(data: Path, seed: int = 0) -> list[str]:
     """All prompts, shuffled. `data` holds `corpora/` and `eval/`."""
     chance, unseen = random.Random(seed), Unseen(evaluation_prompts(data))
-    texts: dict[str, str] = {}
-
-    def corpus(name: str) -> str:
-        if name not in texts:
-            texts[name] = lzma.decompress((data / f"corpora/{name}.txt.xz").read_bytes()).decode("utf-8")
-        return texts[name]
-
+    corpus = functools.cache(lambda name: read_corpus(data, name))
     train = (data / "eval/gsm8k/train.jsonl").read_text().splitlines()
-    found = [json.loads(line)["question"] for line in train]
+    problems = [json.loads(line)["question"] for line in train]
+    found = problems + [varied(problem, chance) for problem in problems for _ in range(VARIED)]
+    found += [question for name in FACTS for question in named(corpus(name), NAMES // len(FACTS), chance)]
     for recipe in RECIPES:
         found += instructions(corpus, recipe, chance)
     found = [prompt for prompt in dict.fromkeys(found) if unseen(prompt)]

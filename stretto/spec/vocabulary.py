@@ -16,7 +16,8 @@ from stretto.spec.repos import DraftRepo
 
 
 class DraftHead:
-    """`lm_head` of the checkpoint, else the target's head. `d2t` [draft vocabulary]: target id minus draft id."""
+    """`lm_head` of the checkpoint, else the target's head: its rows of the draft vocabulary, where that is reduced.
+    `d2t` [draft vocabulary]: target id minus draft id."""
 
     def __init__(self, repo: DraftRepo, source: WeightSource, w: Weights, context: DrafterContext,
                  draft_vocab: int | None, hidden_size: int):
@@ -33,8 +34,11 @@ class DraftHead:
         if self.ids is not None and len(self.ids) != rows:
             raise DrafterError(f"{repo.name}: d2t maps {len(self.ids)} ids; draft_vocab_size is {rows}")
         self._lent = None
-        if "lm_head.weight" in names or self.ids is not None:
+        if "lm_head.weight" in names:
             self._weight = w.take("lm_head.weight", rows, hidden_size)
+            w.then(self._settle)
+        elif self.ids is not None:
+            self._weight = _lent_rows(repo, context, self.ids, hidden_size)
             w.then(self._settle)
         else:
             assert context.model is not None
@@ -57,6 +61,22 @@ class DraftHead:
             return logits
         out = torch.full((len(logits), self.vocab_size), float("-inf"), device=logits.device)
         return out.index_copy_(1, self.ids, logits)
+
+
+def _lent_rows(repo: DraftRepo, context: DrafterContext, ids: torch.Tensor, hidden_size: int) -> torch.Tensor:
+    """The target's head of these ids, [D, E]. A target keeps its head in whatever form is fastest, or spread over ranks;
+    all that it promises is logits, and those of the unit vectors are the head's columns. Raises DrafterError where
+    logits are no product."""
+    assert context.model is not None
+    logits, unit = context.model.logits, torch.eye(hidden_size, dtype=context.dtype, device=context.device)
+    weight = torch.empty(len(ids), hidden_size, dtype=context.dtype, device=context.device)
+    for some in torch.arange(hidden_size, device=context.device).split(64):
+        weight[:, some] = logits(unit[some])[:, ids].t().to(context.dtype)
+    if not torch.equal(logits(2 * unit[:2]), 2 * logits(unit[:2])):
+        name = context.target.name if context.target else "without a name"
+        raise DrafterError(f"{repo.name} drafts {len(ids)} ids by the target's head, and the logits of target {name} are"
+                           " no plain product of its head: the draft checkpoint needs an lm_head.weight of its own")
+    return weight
 
 
 def _target_ids(repo: DraftRepo, d2t: torch.Tensor, context: DrafterContext) -> torch.Tensor:

@@ -12,7 +12,8 @@ from stretto.testing import Ask, Setup, greedy, make_engine, run, target_of
 from training import export, prompts
 from training.answers import Answered, Answers, Dataset
 from training.heads import DFlash, DSpark, Eagle3, Seen, Shape, logits_of, shape_of
-from training.loop import Options, SparseCrossEntropy, Trainer
+from training.loop import Options, Race, SparseCrossEntropy, Trainer, inputs_of
+from training.optim import Muon
 from training.target import Teacher
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared/data"
@@ -30,17 +31,18 @@ def teacher() -> Teacher:
 
 
 def shape_for(kind: str, teacher: Teacher) -> Shape:
-    return shape_of(teacher.config, INNER, 1 if kind == "eagle3" else 2, len(TAPS))
+    return shape_of(teacher.config, INNER, 1 if kind == "eagle3" else 2, (0, 1, 2))
 
 
 def make_head(kind: str, teacher: Teacher):
     torch.manual_seed(1)
     shape, mask, norm, head = shape_for(kind, teacher), teacher.embedding[MASK], teacher.norm, teacher.head
+    ids = torch.arange(3, len(head), 3)
     if kind == "eagle3":
-        return Eagle3(shape, torch.arange(3, len(head), 3), norm, head)
+        return Eagle3(shape, ids, norm, head)
     if kind == "dflash":
-        return DFlash(shape, 6, mask, norm, head)
-    return DSpark(shape, 5, mask, norm, head, rank=8)
+        return DFlash(shape, 6, mask, ids, norm, head)
+    return DSpark(shape, 5, mask, ids, norm, head, rank=8)
 
 
 def save_head(kind: str, folder: Path, head, teacher: Teacher) -> None:
@@ -54,10 +56,12 @@ def drafted(head, teacher: Teacher, ids: list[int], known: int) -> list[int]:
     tokens = torch.tensor([ids])
     taps, _ = teacher.states(tokens)
     before = tokens[:, None, known - 1 : len(ids) - 1]
-    seen = Seen(taps, teacher.embedding[tokens], torch.tensor([[known - 1]]), teacher.embedding[before], before)
+    position = torch.arange(len(ids))[None]
+    seen = Seen(taps, teacher.embedding[tokens], torch.zeros_like(position), position, torch.tensor([[known - 1]]),
+                teacher.embedding[before], before)
     hidden = head.drafts(seen)[0, 0, : before.shape[-1]]
-    best = logits_of(head.factors(hidden, before.flatten())).argmax(-1)
-    return (best if head.ids is None else head.ids[best]).tolist()
+    best = logits_of(head.factors(hidden[None], before.flatten(0, 1))).argmax(-1)
+    return head.ids[best].tolist()
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
@@ -90,11 +94,11 @@ def test_training_learns(kind: str, teacher: Teacher, tmp_path: Path):
         answers.add(Answered([1, 300 + i % 3], [310 + (7 * j + i % 3) % 40 for j in range(40)], greedy=True))
     answers.save(tmp_path / "answers.npz")
     head = make_head(kind, teacher)
-    data = Dataset(tmp_path / "answers.npz", 5, CPU)
+    data = Dataset([tmp_path / "answers.npz"], 5, CPU)
     assert len(data.validation) == 3 and not set(data.validation.tolist()) & set(data.train.tolist())
-    trainer = Trainer(head, data, teacher, Options(tokens=400, anchors=64, rate=0.03))
-    batches = data.batches(400, 64)
-    losses = [trainer.step(next(batches), 1.0).item() for _ in range(40)]
+    trainer, memory = Trainer(head, 5, teacher, Options(rate=0.03)), teacher.remember(data)
+    batches = data.batches(400, 64, window=200)
+    losses = [trainer.step(inputs_of(next(batches), data, teacher, memory), 1.0).item() for _ in range(40)]
     assert min(losses[-5:]) < 0.6 * losses[0]
 
 
@@ -120,16 +124,62 @@ def test_labels_are_the_ids_after_the_anchor(tmp_path: Path):
     for i in range(16):
         answers.add(Answered(list(range(100, 104 + i)), list(range(200, 212)), greedy=i % 2 == 0))
     answers.save(tmp_path / "answers.npz")
-    data = Dataset(tmp_path / "answers.npz", 3, CPU)
-    batch = next(data.batches(64, 32))
+    data = Dataset([tmp_path / "answers.npz"], 3, CPU)
+    batch = next(data.batches(128, 40, window=64))
     ids = data.ids[batch.rows]
+    assert bool(batch.valid[..., 0].any())
     for b in range(len(ids)):
         for a, anchor in enumerate(batch.anchors[b].tolist()):
+            if not batch.valid[b, a, 0]:
+                continue
             assert 200 <= ids[b, anchor] <= 210  # an id of the answer, not its last
             n = int(batch.valid[b, a].sum())
             assert n == min(3, 211 - int(ids[b, anchor]))
             assert batch.labels[b, a, :n].tolist() == [int(ids[b, anchor]) + 1 + k for k in range(n)]
             assert data.ids[batch.label_rows[b, a, 0]] == ids[b, anchor]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+@torch.no_grad()
+def test_sequences_of_one_window_do_not_see_each_other(kind: str, teacher: Teacher, tmp_path: Path):
+    answers, generator = Answers(), torch.Generator().manual_seed(2)
+    for i in range(12):
+        ids = torch.randint(3, 500, (2, 18), generator=generator).tolist()
+        answers.add(Answered(ids[0][: 4 + i], ids[1], greedy=True))
+    answers.save(tmp_path / "answers.npz")
+    data, head = Dataset([tmp_path / "answers.npz"], 5, CPU), make_head(kind, teacher)
+    memory = teacher.remember(data)
+    batch = next(data.batches(128, 48, window=128))
+    packed = head.drafts(inputs_of(batch, data, teacher, memory).seen)[0]
+    assert int(batch.owner.unique().numel()) > 3
+    checked = 0
+    for draft, anchor, valid in zip(packed, batch.anchors[0].tolist(), batch.valid[0], strict=True):
+        if not valid[0]:
+            continue
+        owner = batch.owner[0, anchor]
+        alone = data.whole(owner[None])
+        at = (alone.anchors[0] == batch.position[0, anchor]).nonzero()[0, 0]
+        n = int(valid.sum())
+        expected = head.drafts(inputs_of(alone, data, teacher, memory).seen)[0, at]
+        assert torch.allclose(draft[:n], expected[:n], atol=1e-4), (kind, anchor)
+        checked += 1
+    assert checked > 20
+
+
+def test_muon_is_that_of_torch():
+    generator = torch.Generator().manual_seed(4)
+    mine = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 9), (6, 9), (12, 5))]
+    theirs = [torch.nn.Parameter(weight.detach().clone()) for weight in mine]
+    ours = Muon(mine, torch.tensor(0.02), weight_decay=0.1)
+    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        for a, b in zip(mine, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator)
+            b.grad = a.grad.clone()
+        ours.step()
+        reference.step()
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.allclose(a, b, atol=2e-3), (a - b).abs().max()
 
 
 def test_cross_entropy_has_the_gradients_of_the_plain_one():
