@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 NULL_PAGE = 0  # never allocated; the padding of a bucket and unmapped table entries point to it
+STATE = 0  # in place of a KV group's window: its layers keep one state of a sequence, not cells (see `state_cells`)
 NEVER = 2**31 - 1  # a position that no row reaches
 NO_TOKEN = -1
 MAX_STOP_IDS = 64  # stop ids of one request that are checked on the device
@@ -76,11 +77,22 @@ class Seam(IntEnum):
     UNKNOWN = -2  # nowhere: position len-1 is fed again
 
 
+def state_cells(width: int) -> int:
+    """States that a slot keeps for verify windows of `width` drafts: the state of the first n tokens stands in cell
+    n % cells. Those of a window's positions, and the one before it, all at a time:
+
+        base | base + 1 ... base + 1 + width         whatever is accepted, the state is there; so is the one where a
+                                                     turn ends on the host while a step is in flight
+    """
+    return width + 2
+
+
 class PageOp(IntEnum):
     COPY = 0  # copy page `source` to page `target`
     POISON = 1  # debug: make the cells of page `target` unreadable
     SAVE = 2  # copy page `source` to page `target` of host memory
     RESTORE = 3  # copy page `source` of host memory to page `target`
+    KEEP_STATE = 4  # copy cell `source` of a slot's states (slot * state_cells + cell) to page `target`
 
 
 N_INT, N_REAL = len(Int), len(Real)
@@ -88,9 +100,10 @@ N_INT, N_REAL = len(Int), len(Real)
 
 @dataclass
 class Seat:
-    """A slot gets a new occupant, or its occupant's next turn: columns overwritten, stop ids and biases replaced.
+    """A slot gets a new occupant, or a session's next turn: columns overwritten, stop ids and biases replaced.
 
-    `log` is written from position `log_from` on; a fresh seat writes the whole log and clears the page tables."""
+    `log` is written from position `log_from` on; a fresh seat writes the whole log and clears the page tables. One that
+    is not fresh finds below `log_from` the ids, and in the page tables the pages, that the plans before it left there."""
 
     slot: int
     fresh: bool
@@ -169,7 +182,10 @@ class PackedPlan(Generic[Array]):
     @property
     def moves(self) -> bool:
         """Whether its page operations save or restore. Of a plan on the host."""
-        return bool(len(self.page_ops)) and bool((self.page_ops[:, 0] >= PageOp.SAVE).any())  # type: ignore[arg-type, index]
+        if not len(self.page_ops):  # type: ignore[arg-type]
+            return False
+        kinds = self.page_ops[:, 0]  # type: ignore[index]
+        return bool(((kinds == PageOp.SAVE) | (kinds == PageOp.RESTORE)).any())
 
 
 _WIDTHS = (1, _SEAT_WIDTH, 4, 4, 3, 3, 3, 4, 4, 1, 2, 4, 1)

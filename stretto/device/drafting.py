@@ -22,6 +22,7 @@ from stretto.sample.processors import Positions
 from stretto.sample.verify import process, sample
 from stretto.spec.api import Drafter
 from stretto.spec.context import DrafterContext, DrafterError, Target
+from stretto.wire import STATE
 
 
 class Chooser:
@@ -79,8 +80,10 @@ class Chooser:
 class Drafting:
     """One drafter's memory on the device; page copies and poison reach it beside the target's KV."""
 
-    def __init__(self, model: CausalModel, backend: AttentionBackend, kv: KVCache, table: SlotTable):
-        self.model, self.backend, self.kv, self.table = model, backend, kv, table
+    def __init__(self, model: CausalModel, backend: AttentionBackend, kv: KVCache, table: SlotTable,
+                 state_cells: int = 0):
+        """`state_cells`: of a slot, where the model keeps states."""
+        self.model, self.backend, self.kv, self.table, self.state_cells = model, backend, kv, table, state_cells
         self.choose = Chooser(table)
         self.own: KVCache | None = None
         self.layers: tuple[LayerSpec, ...] = ()  # whose KV is there
@@ -113,8 +116,11 @@ class Drafting:
     def adopt(self, drafter: Drafter) -> None:
         """Makes room for what the drafter's caps ask for."""
         if drafter.caps.seam:
-            self.seams = Seams(sorted(drafter.caps.taps), self.table.log.shape[0], self.kv.pages[0], self.kv.page_size,
-                               self.model.hidden_size, self.model.dtype, self.model.device)
+            windows = [group.window for group in self.kv.groups]
+            group = windows.index(STATE) if STATE in windows else 0
+            self.seams = Seams(sorted(drafter.caps.taps), self.table.log.shape[0], self.kv.pages[group],
+                               self.kv.page_size, self.model.hidden_size, self.model.dtype, self.model.device, group,
+                               self.state_cells)
 
     # ------------------------------------------------------------------------------------------- page operations
     def page_tensors(self, group: int) -> list[torch.Tensor]:
@@ -125,6 +131,10 @@ class Drafting:
         for store in (self.own, self.seams):
             if store is not None:
                 store.copy_page(group, source, target)
+
+    def keep_state(self, source: int, page: int) -> None:
+        if self.seams is not None:
+            self.seams.keep_state(source, page)
 
     def poison_page(self, group: int, page: int) -> None:
         for store in (self.own, self.seams):

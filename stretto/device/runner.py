@@ -23,6 +23,7 @@ from stretto.device.host_pages import HostPages
 from stretto.device.kv import KVCache, Pages
 from stretto.device.record import StepOutput, pack_body, pack_rows
 from stretto.device.slots import SlotTable
+from stretto.device.states import make_states
 from stretto.model.api import CausalModel
 from stretto.model.lora import AdapterBank
 from stretto.ops.attend import StepAttention
@@ -35,7 +36,18 @@ from stretto.sample.logprobs import Reporting, token_scores, values_to_report
 from stretto.sample.processors import Positions, TokenMasks
 from stretto.sample.verify import choose, mask, process, prompt_targets, sampled_positions
 from stretto.spec.api import Drafter, Offer
-from stretto.wire import HEADER, MASK_HEADER, NOTHING_LEFT, Goal, Int, PackedPlan, ResultLayout, split_mask, split_plan
+from stretto.wire import (
+    HEADER,
+    MASK_HEADER,
+    NOTHING_LEFT,
+    Goal,
+    Int,
+    PackedPlan,
+    ResultLayout,
+    split_mask,
+    split_plan,
+    state_cells,
+)
 
 SCORE_SLICE = 128  # prompt positions whose logits exist at one time
 
@@ -85,10 +97,13 @@ class Runner:
     """Runs packed plans in order. Owns slot table, KV memory, model and drafter of one device."""
 
     def __init__(self, model: CausalModel, backend: AttentionBackend, kv: KVCache, table: SlotTable,
-                 drafter: Drafter | None = None):
+                 drafter: Drafter | None = None, width: int = 0):
+        """`width`: most drafts of a row in a step, where the drafter is not given here."""
         self.model, self.backend, self.kv, self.table = model, backend, kv, table
-        self.drafting = Drafting(model, backend, kv, table)
-        self.pages = Pages(kv, self.drafting)
+        cells = state_cells(drafter.caps.max_width if drafter else width)
+        self.states = make_states(model, kv, len(table.log), cells)
+        self.drafting = Drafting(model, backend, kv, table, cells if self.states else 0)
+        self.pages = Pages(kv, self.drafting, *([self.states] if self.states else []))
         self.adopt(drafter)
         self.features = FeatureMirror()
         self.adapters: AdapterBank | None = None  # the model's, where it has room for some
@@ -123,6 +138,8 @@ class Runner:
         on_device = torch.from_numpy(packed).to(self.model.device, non_blocking=True)
         plan: PackedPlan[torch.Tensor] = split_plan(packed[:HEADER], on_device)
         self.table.apply(plan, on_host, self.pages)
+        if self.states is not None and len(plan.seats):
+            self.states.seat(plan.seats[:, 0].long(), self.table.ints)
         self.drafting.seat(plan.seats)
         if not len(plan.rows):
             return StepOutput(ResultLayout(0, 1, 0).header(plan.seq), on_device[:0])
@@ -208,7 +225,8 @@ class Runner:
         if len(step.ids) == 0:
             nothing = torch.zeros(0, self.model.hidden_size, dtype=self.model.dtype, device=step.ids.device)
             return nothing, dict.fromkeys(taps, nothing)
-        attend = StepAttention(step, self.model.layers, self.kv, self.backend)
+        attend = StepAttention(step, self.model.layers, self.kv, self.backend,
+                               self.states.of(step) if self.states is not None else None)
         return self.model.forward(step.ids, step.positions, attend, taps or None), taps
 
     def _draft(self, step: RaggedStep, taps: dict[str, torch.Tensor],

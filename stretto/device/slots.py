@@ -99,6 +99,8 @@ class SlotTable:
             for kind, group, source, target in on_host.page_ops.tolist():
                 if kind == PageOp.COPY:
                     kv.copy_page(group, source, target)
+                elif kind == PageOp.KEEP_STATE:
+                    kv.keep_state(source, target)
                 else:
                     kv.poison_page(group, target)
         if len(plan.draft_ids):

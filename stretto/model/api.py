@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from stretto.attn.api import Attend, LayerSpec
+from stretto.attn.api import Attend, LayerSpec, StateSpec
 
 
 class CausalModel(Protocol):
@@ -18,7 +18,8 @@ class CausalModel(Protocol):
     vocab_size: int
     hidden_size: int
     max_position: int  # positions the model was trained for, rope scaling included
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[LayerSpec, ...]  # those that attend, in the order of the numbers that they give to `attend`
+    states: tuple[StateSpec, ...]  # those that keep a state, in the order of `StepStates.parts`; may be missing
     dtype: torch.dtype
     device: torch.device
     graphs: bool  # forward and logits may be captured in a CUDA graph; a model without the attribute may not

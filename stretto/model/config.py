@@ -6,13 +6,14 @@ Defaults are those of the architecture's configuration class in transformers, si
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stretto.model.errors import ConfigError
 from stretto.model.quantization import METHODS, Quantization, parse_quantization
+from stretto.wire import STATE
 
 __all__ = ["ConfigError", "ModelConfig", "RopeConfig"]
 
@@ -67,6 +68,12 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096,
                             "max_window_layers": 28, "moe_intermediate_size": 768, "num_experts_per_tok": 8,
                             "norm_topk_prob": False, "decoder_sparse_step": 1},
+    "Qwen3NextForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 256,
+                             "intermediate_size": 5632, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
+                             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 512,
+                             "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1,
+                             "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+                             "linear_num_key_heads": 16, "linear_num_value_heads": 32},
     "GptOssForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64,
                           "sliding_window": 128, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_bias": True,
                           "num_experts_per_tok": 4, "num_local_experts": 128, "swiglu_alpha": 1.702,
@@ -76,12 +83,14 @@ _BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwe
                   "mistral": "MistralForCausalLM", "mimo": "MiMoForCausalLM", "gemma2": "Gemma2ForCausalLM",
                   "gemma3_text": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "phi3": "Phi3ForCausalLM",
                   "glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM", "mixtral": "MixtralForCausalLM",
-                  "qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM"}
+                  "qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
+                  "qwen3_next": "Qwen3NextForCausalLM"}
 
 _TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
                "Mistral3ForConditionalGeneration": "MistralForCausalLM"}
 
 _WITHOUT_WINDOWS = ("LlamaForCausalLM", "Olmo2ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM")
+_WITH_STATES = ("Qwen3NextForCausalLM",)
 _WINDOWS_EVERYWHERE = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
 _FULL_EVERY = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6, "GptOssForCausalLM": 2}  # every n-th layer has no window
 
@@ -101,7 +110,7 @@ class ModelConfig:
     norm_eps: float
     hidden_act: str
     rope: RopeConfig
-    windows: tuple[int | None, ...]  # of each layer; None: full attention
+    windows: tuple[int | None, ...]  # of each layer; None: full attention; wire.STATE: it keeps a state instead
     tie_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
@@ -283,6 +292,8 @@ def _windows(name: str, get, n_layers: int) -> tuple[int | None, ...]:
     """The window of each layer. Qwen gives a window that `use_sliding_window` switches on for the layers from
     `max_window_layers` on; others have it in every layer, or in all but every n-th; or the config names each layer's
     type."""
+    if name in _WITH_STATES:
+        return _states(name, get, n_layers)
     window = get("sliding_window")
     if not get("use_sliding_window", not name.startswith("Qwen")):
         window = None
@@ -298,7 +309,18 @@ def _windows(name: str, get, n_layers: int) -> tuple[int | None, ...]:
     if types is None:
         first = int(get("max_window_layers", 0) or 0)
         return tuple(window if i >= first else None for i in range(n_layers))
-    known = {"full_attention": None, "sliding_attention": window}
+    return _by_type(name, types, n_layers, {"full_attention": None, "sliding_attention": window})
+
+
+def _states(name: str, get, n_layers: int) -> tuple[int | None, ...]:
+    """Of layers that keep states, between those of full attention: every n-th, or as the config names each."""
+    every = int(get("full_attention_interval"))
+    types = get("layer_types") or ["full_attention" if (i + 1) % every == 0 else "linear_attention"
+                                   for i in range(n_layers)]
+    return _by_type(name, types, n_layers, {"full_attention": None, "linear_attention": STATE})
+
+
+def _by_type(name: str, types: Sequence[str], n_layers: int, known: Mapping[str, int | None]) -> tuple[int | None, ...]:
     unknown = sorted({t for t in types if t not in known})
     if unknown or len(types) != n_layers:
         raise ConfigError(f"{name}: layer_types has {len(types)} entries for {n_layers} layers"

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from stretto.attn.api import Attend, LayerSpec
+from stretto.attn.api import Attend, LayerSpec, StateSpec
 from stretto.model.config import ConfigError, ModelConfig
 from stretto.model.experts import ExpertMLP
 from stretto.model.layers import (
@@ -33,9 +34,11 @@ from stretto.model.layers import (
     WholeNorms,
     attend_heads,
 )
-from stretto.model.shard import Shard, cut_heads, heads_of
+from stretto.model.shard import Shard, cut_heads, heads_of, whole
 from stretto.model.weights import Weights
 from stretto.ops.layer import Rope
+from stretto.wire import STATE
+
 
 class Mixer(Protocol):
     """What moves between tokens in a layer: attention, or what keeps a state. `out` is the projection back."""
@@ -100,7 +103,10 @@ class Attention:
         self.index, self.head_dim, self.gated = index, c.head_dim, style.gated
         self.n_heads, self.n_kv_heads = rank_heads(c, w.shard)
         heads = (c.n_heads, c.n_kv_heads, c.n_kv_heads)
-        if style.fused_qkv:
+        if style.gated:
+            parts = [whole(f"{name}.q_proj", 2 * c.n_heads * c.head_dim),
+                     *(whole(f"{name}.{part}_proj", c.n_kv_heads * c.head_dim) for part in "kv")]
+        elif style.fused_qkv:
             total = sum(heads) * c.head_dim
             parts = [heads_of(w.shard, f"{name}.qkv_proj", n, c.head_dim, sum(heads[:i]) * c.head_dim, total)
                      for i, n in enumerate(heads)]
@@ -109,7 +115,8 @@ class Attention:
         self.qkv = Linear(w, parts, c.hidden_size, style.qkv_bias, _row_order(c, style, self.n_heads, self.n_kv_heads))
         self.out = Linear(w, [(f"{name}.o_proj", c.hidden_size)], c.n_heads * c.head_dim, style.out_bias, summed=True)
         head_norm = OffsetHeadNorm if style.offset_norm else HeadNorm
-        self.head_norm = (head_norm(w, name, self.n_heads, self.n_kv_heads, c.head_dim, c.norm_eps)
+        order = feature_order(c.head_dim, c.rope.dim, style.neighbours) if reorders(c, style) else None
+        self.head_norm = (head_norm(w, name, self.n_heads, self.n_kv_heads, c.head_dim, c.norm_eps, order)
                           if style.head_norm else None)
         self.whole_norms = (WholeNorms(w, name, c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps)
                             if style.whole_norm else None)
@@ -121,16 +128,21 @@ class Attention:
         if self.whole_norms is not None:
             q, k, _ = qkv.split([n * self.head_dim for n in (self.n_heads, self.n_kv_heads, self.n_kv_heads)], dim=1)
             self.whole_norms(q, k)
+        gate = None
+        if self.gated:
+            width = self.n_heads * self.head_dim
+            qkv, gate = qkv[:, :-width].contiguous(), qkv[:, -width:]
         qkv = qkv.view(x.shape[0], -1, self.head_dim)
         attended = attend_heads(attend, self.index, qkv, self.n_heads, rope, self.head_norm, self.sinks)
-        return attended.reshape(x.shape[0], -1)
+        attended = attended.reshape(x.shape[0], -1)
+        return attended if gate is None else attended * torch.sigmoid(gate)
 
 
 class DecoderLayer:
     """Attention and MLP, each added to the residual stream in place."""
 
     def __init__(self, config: ModelConfig, w: Weights, index: int, style: Style):
-        name = f"model.layers.{index}"
+        name, windows = f"model.layers.{index}", config.windows[:index]
 
         def norm(part: str | None) -> RMSNorm | None:
             if part is None:
@@ -138,7 +150,11 @@ class DecoderLayer:
             return style.norm(w, f"{name}.{part}", config.hidden_size, config.norm_eps)
 
         self.index = index
-        self.attn = Attention(config, w, index, style)
+        self.attn: Mixer
+        if config.windows[index] == STATE and style.recurrent is not None:
+            self.attn = style.recurrent(config, w, index, windows.count(STATE))
+        else:
+            self.attn = Attention(config, w, index, index - windows.count(STATE), style)
         self.mlp = style.mlp(config, w, index) if style.mlp else gated_mlp(config, w, index, style)
         self.before_attn, self.after_attn = norm(style.norms.before_attention), norm(style.norms.after_attention)
         self.before_mlp, self.after_mlp = norm(style.norms.before_mlp), norm(style.norms.after_mlp)
@@ -175,7 +191,8 @@ class Decoder:
         scale = c.head_dim**-0.5 if style.scale is None else style.scale
         n_heads, n_kv_heads = rank_heads(c, w.shard)
         self.layers = tuple(LayerSpec(n_heads, n_kv_heads, c.head_dim, scale, window, style.softcap, style.sinks)
-                            for window in c.windows)
+                            for window in c.windows if window != STATE)
+        self.states = (style.state(c),) * c.windows.count(STATE) if style.state else ()
         self.embedding = Embedding(w, "model.embed_tokens", c.vocab_size, c.hidden_size)
         self.decoder = [DecoderLayer(c, w, i, style) for i in range(c.n_layers)]
         self.norm = style.norm(w, "model.norm", c.hidden_size, c.norm_eps)
@@ -194,8 +211,8 @@ class Decoder:
         local = rope if self.local_rotary is None else self.local_rotary.at(positions)
         if self._embedding_scale is not None:
             hidden = hidden.mul_(self._embedding_scale)
-        for layer, spec in zip(self.decoder, self.layers, strict=True):
-            hidden = layer(hidden, rope if spec.window is None else local, attend)
+        for layer, window in zip(self.decoder, self.config.windows, strict=True):
+            hidden = layer(hidden, rope if window is None else local, attend)
             if taps is not None and (name := f"hidden.{layer.index}") in taps:
                 taps[name] = hidden.clone()  # later layers write into `hidden`
         hidden = self.norm(hidden)
@@ -252,9 +269,20 @@ def _check_shard(config: ModelConfig, style: Style, shard: Shard) -> None:
 
 def _row_order(config: ModelConfig, style: Style, n_heads: int, n_kv_heads: int) -> torch.Tensor | None:
     """The order of the rows of so many heads of q, k and v one below the other; None: as they are."""
-    if not reorders(config, style):
+    if not reorders(config, style) and not style.gated:
         return None
     order = torch.tensor(feature_order(config.head_dim, config.rope.dim, style.neighbours))
+    if style.gated:
+        return _gated_order(order, n_heads, n_kv_heads)
     rotated = torch.arange(n_heads + n_kv_heads)[:, None] * config.head_dim + order
     rest = torch.arange(rotated.numel(), rotated.numel() + n_kv_heads * config.head_dim)
     return torch.cat((rotated.flatten(), rest))
+
+
+def _gated_order(order: torch.Tensor, n_heads: int, n_kv_heads: int) -> torch.Tensor:
+    """As `_row_order`; the rows of each q head come with those of its gate behind them, and all gates go to the end."""
+    dim = len(order)
+    q = torch.arange(n_heads)[:, None] * 2 * dim
+    k = 2 * n_heads * dim + torch.arange(n_kv_heads)[:, None] * dim
+    v = 2 * n_heads * dim + n_kv_heads * dim + torch.arange(n_kv_heads * dim)
+    return torch.cat([(q + order).flatten(), (k + order).flatten(), v, (q + dim + torch.arange(dim)).flatten()])

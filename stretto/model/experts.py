@@ -72,20 +72,24 @@ class ExpertMLP:
     """Router and experts of one layer."""
 
     def __init__(self, router: Linear, gate_up: ExpertWeights, down: ExpertWeights, gate: Gate, route: Route, *,
-                 n_experts: int, chosen: int, inner: int, total: Callable[[torch.Tensor], torch.Tensor] | None = None):
-        """`total` adds up what the ranks have made, where each has a part of the inner features."""
+                 n_experts: int, chosen: int, inner: int, total: Callable[[torch.Tensor], torch.Tensor] | None = None,
+                 shared: Callable[[torch.Tensor], torch.Tensor] | None = None):
+        """`total` adds up what the ranks have made, where each has a part of the inner features. `shared`: what every
+        token gets besides, [T, E] -> [T, E]."""
         if not 1 <= chosen <= n_experts:
             raise ConfigError(f"num_experts_per_tok is {chosen}; it must be 1 to the number of experts, {n_experts}")
         self._router, self._gate_up, self._down, self._route = router, gate_up, down, route
         self._gate = partial(by_rows, gate) if gate_up.fixed else gate
-        self.n_experts, self.chosen, self.inner, self._total = n_experts, chosen, inner, total
+        self.n_experts, self.chosen, self.inner, self._total, self._shared = n_experts, chosen, inner, total, shared
 
     def __call__(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, E] -> [T, E]. tokens: how many of the T are no padding, a scalar on the device; None: all."""
         weights, experts = self._route(self._router(x), self.chosen)
         made = self._run(x, group_by_expert(experts, self.n_experts, tokens)).view(*experts.shape, x.shape[1])
         mixed = combine(made, weights)
-        return mixed if self._total is None else self._total(mixed)
+        if self._total is not None:
+            mixed = self._total(mixed)
+        return mixed if self._shared is None else mixed.add_(self._shared(x))
 
     def _run(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         """The experts' answers by slot, [N, E]; zeros for padding."""

@@ -117,15 +117,21 @@ class OffsetNorm(RMSNorm):
 class HeadNorm:
     """RMSNorm of each head of q and of k in one call: x [T, H + Hkv, D], one weight for q heads, one for k heads."""
 
-    def __init__(self, w: Weights, name: str, n_heads: int, n_kv_heads: int, head_dim: int, eps: float):
+    def __init__(self, w: Weights, name: str, n_heads: int, n_kv_heads: int, head_dim: int, eps: float,
+                 order: Sequence[int] | None = None):
+        """`order`: which of the checkpoint's features stands at each place of a head; None: as they are."""
+        self._order = order
         self._both = w.stack([(f"{name}.q_norm.weight", head_dim), (f"{name}.k_norm.weight", head_dim)])
         index = torch.tensor([0] * n_heads + [1] * n_kv_heads, device=w.device)
         w.then(lambda: self._spread(index))
         self.shape, self.eps = (head_dim,), eps
 
     def _spread(self, index: torch.Tensor) -> None:
-        self.weight = self._both.view(2, -1)[index]  # [H + Hkv, D]
-        q, k = self._both.view(2, -1).unbind(0)
+        both = self._both.view(2, -1)
+        if self._order is not None:
+            both = both[:, torch.tensor(self._order, device=both.device)]
+        self.weight = both[index]  # [H + Hkv, D]
+        q, k = both.unbind(0)
         self.each = HeadWeights(q, k, self.eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,18 +7,23 @@ from typing import Protocol
 
 import torch
 
-from stretto.attn.api import AttentionBackend, GroupSpec, LayerSpec
+from stretto.attn.api import AttentionBackend, GroupSpec, LayerSpec, TakesProjected
+from stretto.ops.fp8 import KVScales
 from stretto.ops.layer import HeadWeights, Rope, rotate_and_write
+from stretto.ops.recurrent import StepStates
 from stretto.ragged import RaggedStep
 
 
 class KVTensors(Protocol):
-    """What `StepAttention` needs of the KV memory: `k[layer]`, `v[layer]`, `group_of[layer]` and `write`."""
+    """What `StepAttention` needs of the KV memory: `k[layer]`, `v[layer]`, `scales[layer]`, `group_of[layer]` and
+    `write`."""
 
     @property
     def k(self) -> Sequence[torch.Tensor]: ...
     @property
     def v(self) -> Sequence[torch.Tensor]: ...
+    @property
+    def scales(self) -> Sequence[KVScales | None]: ...
     @property
     def group_of(self) -> dict[int, int]: ...
     @property
@@ -30,8 +35,10 @@ class KVTensors(Protocol):
 class StepAttention:
     """`attn.api.Attend` for one step."""
 
-    def __init__(self, step: RaggedStep, layers: Sequence[LayerSpec], kv: KVTensors, backend: AttentionBackend):
-        self.step, self.layers, self.kv, self.backend = step, layers, kv, backend
+    def __init__(self, step: RaggedStep, layers: Sequence[LayerSpec], kv: KVTensors, backend: AttentionBackend,
+                 states: StepStates | None = None):
+        """`states`: what layers with states get, of a model that has some."""
+        self.step, self.layers, self.kv, self.backend, self.states = step, layers, kv, backend, states
         self.meta: dict[int, object] = {}
         self.calls = 0
 
@@ -47,15 +54,22 @@ class StepAttention:
 
     def projected(self, layer: int, qkv: torch.Tensor, n_heads: int, rope: Rope, norm: HeadWeights | None,
                   sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """On CUDA: qkv [T, H + 2 Hkv, D] as projected. Normed, rotated and written in one launch, then as a call."""
-        cells = self.step.cells[self.kv.group_of[layer]]
-        q = rotate_and_write(qkv, n_heads, rope, norm, self.kv.k[layer], self.kv.v[layer], cells)
+        """On CUDA: qkv [T, H + 2 Hkv, D] as projected. Normed, rotated and written by the backend where it takes that,
+        else in one launch, then as a call."""
+        group, meta, spec, backend = self.kv.group_of[layer], self._metadata(layer), self.layers[layer], self.backend
+        if isinstance(backend, TakesProjected) and backend.takes_projected(spec, self.step, meta):
+            self.calls += 1
+            return backend.attend_projected(spec, qkv, rope, norm, self.kv.k[layer], self.kv.v[layer], self.step, group,
+                                            meta, sinks, self.kv.scales[layer])
+        cells = self.step.cells[group]
+        q = rotate_and_write(qkv, n_heads, rope, norm, self.kv.k[layer], self.kv.v[layer], cells, self.kv.scales[layer])
         return self._attend(layer, q, sinks)
 
     def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         self.calls += 1
         return self.backend.attend(self.layers[layer], q, self.kv.k[layer], self.kv.v[layer], self.step,
-                                   self.kv.group_of[layer], self._metadata(layer), sinks)
+                                   self.kv.group_of[layer], self._metadata(layer), sinks,
+                                   **given(self.kv.scales[layer]))
 
     def _metadata(self, layer: int) -> object:
         """Made once for each group, when its first layer comes."""
@@ -63,3 +77,8 @@ class StepAttention:
         if group not in self.meta:
             self.meta[group] = self.backend.metadata(self.step, group, self.layers[layer])
         return self.meta[group]
+
+
+def given(scales: KVScales | None) -> dict[str, KVScales]:
+    """As a keyword of `AttentionBackend.attend`: backends that take no e4m3 caches need not know it."""
+    return {} if scales is None else {"scales": scales}

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from stretto.attn.api import LayerSpec
+from stretto.attn.api import LayerSpec, StateSpec
+from stretto.ops.recurrent import PartMemory, StateStep, StepStates
+from stretto.ragged import RaggedStep
 
 
 class DenseAttend:
     """Causal attention over packed sequences, one entry of `lengths` each; remembers keys and values between calls, so
     that a sequence may come in several steps."""
 
-    def __init__(self, layers: tuple[LayerSpec, ...], sequences: int = 1):
-        self.layers = layers
+    def __init__(self, layers: tuple[LayerSpec, ...], sequences: int = 1, states: tuple[StateSpec, ...] = ()):
+        self.layers, self.seen = layers, [0] * sequences
+        self.parts = [[PartMemory(torch.zeros(sequences + 1, 1, *shape), torch.zeros(1, *shape)) for shape in spec.parts]
+                      for spec in states]
         self.cache: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.lengths: list[int] = []
         self.sequences = sequences
@@ -20,7 +24,18 @@ class DenseAttend:
     def step(self, *lengths: int) -> DenseAttend:
         assert len(lengths) == self.sequences
         self.lengths = list(lengths)
+        self.states = StepStates(StateStep(self._ragged(), 1, torch.zeros(sum(lengths), dtype=torch.int64)), self.parts)
+        self.seen = [seen + n for seen, n in zip(self.seen, lengths)]
         return self
+
+    def _ragged(self) -> RaggedStep:
+        """Of the rows' lengths alone."""
+        q, base = torch.tensor(self.lengths), torch.tensor(self.seen)
+        cu_q, rows = torch.cat((q[:1] * 0, q.cumsum(0))), torch.arange(len(q)).repeat_interleave(q)
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return RaggedStep(slots=1 + torch.arange(len(q)), q_len=q, cu_q=cu_q, base=base, kv_len=base + q, n_out=q * 0,
+                          cu_out=cu_q * 0, ids=rows, positions=base[rows] + torch.arange(len(rows)) - cu_q[rows],
+                          rows=rows, cells=(), out_tokens=nothing, out_rows=nothing, page_tables=(), page_size=1)
 
     def __call__(self, layer, q, k, v, sinks=None):
         spec, out, at = self.layers[layer], [], 0
@@ -33,6 +48,10 @@ class DenseAttend:
             out.append(_attend(spec, q[span], keys, values, sinks))
             at += n
         return torch.cat(out)
+
+
+def of(model, sequences: int = 1) -> DenseAttend:
+    return DenseAttend(model.layers, sequences, getattr(model, "states", ()))
 
 
 def _attend(spec: LayerSpec, q, k, v, sinks):
@@ -57,14 +76,14 @@ def _attend(spec: LayerSpec, q, k, v, sinks):
 
 def run(model, ids: list[int], attend: DenseAttend | None = None, start: int = 0, taps=None) -> torch.Tensor:
     """Logits [T, V] of one sequence whose first `start` tokens `attend` has seen."""
-    attend = attend or DenseAttend(model.layers)
+    attend = attend or of(model)
     positions = torch.arange(start, start + len(ids))
     return model.logits(model.forward(torch.tensor(ids), positions, attend.step(len(ids)), taps))
 
 
 def greedy(model, ids: list[int], n: int) -> list[int]:
     """The next n ids, token by token."""
-    attend, out = DenseAttend(model.layers), []
+    attend, out = of(model), []
     logits = run(model, ids, attend)
     for i in range(n):
         out.append(int(logits[-1].argmax()))

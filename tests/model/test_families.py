@@ -13,7 +13,7 @@ from stretto.facts import model_facts
 from stretto.model.config import ConfigError
 from stretto.model.decoder import Decoder
 from stretto.model.load import load_model
-from tests.model.dense import DenseAttend, greedy, run
+from tests.model.dense import greedy, of, run
 from tests.model.tiny import ids_of, oracle_greedy, oracle_logits, save
 
 CPU = torch.device("cpu")
@@ -25,6 +25,9 @@ GEMMA = {"head_dim": 16, "sliding_window": 4, "query_pre_attn_scalar": 32}
 PHI3 = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+QWEN3_NEXT = QWEN3_MOE | {"shared_expert_intermediate_size": 40, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                          "linear_key_head_dim": 8, "linear_value_head_dim": 12, "layer_types":
+                          ["linear_attention", "full_attention", "linear_attention"]}
 FAMILIES = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -72,6 +75,11 @@ FAMILIES = {
     "qwen3-moe": ("Qwen3Moe", QWEN3_MOE),
     "qwen3-moe-normed": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True, "num_experts_per_tok": 5}),
     "qwen3-moe-some-dense": ("Qwen3Moe", QWEN3_MOE | {"mlp_only_layers": [0], "decoder_sparse_step": 2}),
+    "qwen3-next": ("Qwen3Next", QWEN3_NEXT),
+    "qwen3-next-whole-rotation": ("Qwen3Next", QWEN3_NEXT | {"partial_rotary_factor": 1.0, "norm_topk_prob": False,
+                                                             "linear_conv_kernel_dim": 2, "attention_bias": True}),
+    "qwen3-next-some-dense": ("Qwen3Next", QWEN3_NEXT | {"mlp_only_layers": [0], "linear_num_value_heads": 2,
+                                                         "num_hidden_layers": 4, "layer_types": None}),
     "gpt-oss": ("GptOss", MOE | {"head_dim": 16, "sliding_window": 6}),
     "gpt-oss-narrow-gate": ("GptOss", MOE | {"head_dim": 16, "swiglu_alpha": 1.1, "swiglu_limit": 0.4}),
 }
@@ -164,23 +172,30 @@ def test_windows_are_those_of_the_config(tmp_path):
         assert tuple(layer.window for layer in model.layers) == windows, name
 
 
-def test_packed_sequences_equal_each_alone(tmp_path):
-    save(tmp_path, "Qwen3", head_dim=16, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+WINDOWED = {"head_dim": 16, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize("family, config", [("Qwen3", WINDOWED), ("Qwen3Next", QWEN3_NEXT)], ids=["window", "states"])
+def test_packed_sequences_equal_each_alone(family, config, tmp_path):
+    save(tmp_path, family, **config)
     model = load_model(tmp_path, dtype=torch.float32, device=CPU)
     a, b, c = ids_of(9, seed=1), ids_of(1, seed=2), ids_of(14, seed=3)
-    attend = DenseAttend(model.layers, sequences=3)
+    attend = of(model, sequences=3)
     positions = torch.cat([torch.arange(len(x)) for x in (a, b, c)])
     packed = model.logits(model.forward(torch.tensor(a + b + c), positions, attend.step(9, 1, 14)))
     alone = torch.cat([run(model, x) for x in (a, b, c)])
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
 
 
-def test_chunks_equal_one_step(tmp_path):
-    save(tmp_path, "Mistral", sliding_window=6)
+@pytest.mark.parametrize("family, config, atol", [("Mistral", {"sliding_window": 6}, 1e-5),
+                                                  ("Qwen3Next", QWEN3_NEXT, 1e-4)], ids=["window", "states"])
+def test_chunks_equal_one_step(family, config, atol, tmp_path):
+    """Of states a long chunk is computed in another form than single tokens, which rounds otherwise."""
+    save(tmp_path, family, **config)
     model, ids = load_model(tmp_path, dtype=torch.float32, device=CPU), ids_of(30)
-    attend = DenseAttend(model.layers)
+    attend = of(model)
     chunks = [run(model, ids[a:b], attend, a) for a, b in ((0, 7), (7, 8), (8, 29), (29, 30))]
-    torch.testing.assert_close(torch.cat(chunks), run(model, ids), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(chunks), run(model, ids), atol=atol, rtol=1e-5)
 
 
 def test_taps_are_the_residual_stream(tmp_path):

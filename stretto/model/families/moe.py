@@ -72,7 +72,8 @@ def separate_experts(config: ModelConfig, w: Weights, name: str, inner: int, nam
     inner //= shard.ranks
     return ExpertMLP(Linear(w, [(f"{name}.gate", n)], hidden), ExpertWeights(w, gate_up.view(n, 2 * inner, hidden)),
                      ExpertWeights(w, down.view(n, hidden, inner)), partial(gate, act=config.hidden_act), route,
-                     n_experts=n, chosen=config.value("num_experts_per_tok"), inner=inner, total=shard.sum, shared=shared)
+                     n_experts=n, chosen=config.value("num_experts_per_tok"), inner=inner, total=shard.sum,
+                     shared=shared)
 
 
 def _gpt_oss_mlp(config: ModelConfig, w: Weights, index: int) -> ExpertMLP:

@@ -1,0 +1,124 @@
+"""Qwen3-Next: three of four layers keep a state by the gated delta rule, the fourth attends, its heads gated; experts,
+one of them shared by all tokens.
+
+A layer with a state, x [T, E] (H heads of keys, each with its share of the Hv heads of values):
+
+    q k v z = in_proj_qkvz(x);  b a = in_proj_ba(x)        checkpoints hold the rows of one key head after another
+    q k v = silu(conv(q k v));  q, k of length 1;  q / sqrt(K)
+    o = gated_delta_rule(q, k, v, decay = -exp(A) softplus(a + dt), beta = sigmoid(b))
+    out = out_proj(norm(o) * silu(z))                      the norm is of each value head
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from stretto.attn.api import Attend, StateSpec
+from stretto.model.config import ConfigError, ModelConfig
+from stretto.model.decoder import MLP, Decoder, Style, gated_mlp
+from stretto.model.experts import softmax_over_all, softmax_over_chosen
+from stretto.model.families.moe import separate_experts
+from stretto.model.layers import GatedMLP, Linear, RMSNorm
+from stretto.model.weights import Weights
+from stretto.ops.layer import Rope
+from stretto.ops.recurrent import StepStates, causal_conv, gated_delta_rule
+
+
+def qwen3_next(config: ModelConfig, w: Weights, context: int) -> Decoder:
+    if w.shard.ranks > 1:
+        raise ConfigError(f"{config.architecture} is not cut into ranks: the states of its layers are not")
+    w.ignore_under("mtp.")
+    bias = config.attention_bias
+    return Decoder(config, w, context, Style(bias, bias, head_norm=True, offset_norm=True, gated=True, mlp=_mlp,
+                                             recurrent=GatedDeltaNet, state=_state))
+
+
+class _Sizes:
+    """Of a layer with a state."""
+
+    def __init__(self, config: ModelConfig):
+        self.k_heads, self.v_heads, self.k_dim, self.v_dim, self.conv = (
+            self._of(config, name) for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim",
+                                                "conv_kernel_dim"))
+        if self.v_heads % self.k_heads:
+            raise ConfigError(f"linear_num_value_heads {self.v_heads} is not a multiple of linear_num_key_heads "
+                              f"{self.k_heads}")
+        if self.conv < 2:
+            raise ConfigError(f"linear_conv_kernel_dim is {self.conv}; it must be 2 or more")
+        self.keys, self.values = self.k_heads * self.k_dim, self.v_heads * self.v_dim
+        self.channels = 2 * self.keys + self.values
+
+    @staticmethod
+    def _of(config: ModelConfig, name: str) -> int:
+        value = config.value(f"linear_{name}")
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"linear_{name} is {value!r}; the config must give a positive whole number")
+        return value
+
+
+def _state(config: ModelConfig) -> StateSpec:
+    s = _Sizes(config)
+    return StateSpec(((s.channels, s.conv - 1), (s.v_heads, s.k_dim, s.v_dim)))
+
+
+class GatedDeltaNet:
+    """A layer's `decoder.Mixer`."""
+
+    def __init__(self, config: ModelConfig, w: Weights, layer: int, index: int):
+        """`index`: which of the layers with states this one is."""
+        name, s = f"model.layers.{layer}.linear_attn", _Sizes(config)
+        self.index, self.sizes, self.eps = index, s, config.norm_eps
+        parts = [(f"{name}.in_proj_qkvz", s.channels + s.values), (f"{name}.in_proj_ba", 2 * s.v_heads)]
+        self.into = Linear(w, parts, config.hidden_size, order=_row_order(s))
+        self.out = Linear(w, [(f"{name}.out_proj", config.hidden_size)], s.values)
+        self.conv = w.take(f"{name}.conv1d.weight", s.channels, 1, s.conv)
+        self.decay, self.bias = w.take(f"{name}.A_log", s.v_heads), w.take(f"{name}.dt_bias", s.v_heads)
+        self.norm = w.take(f"{name}.norm.weight", s.v_dim)
+
+    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend) -> torch.Tensor:
+        s, states = self.sizes, getattr(attend, "states", None)
+        assert isinstance(states, StepStates), "this model's layers keep states, and the step brings no memory for them"
+        conv, delta = states.parts[self.index]
+        made = self.into(x) if norm is None else self.into.normed(x, norm)
+        qkv, z, b, a = made.split([s.channels, s.values, s.v_heads, s.v_heads], dim=1)
+        mixed = causal_conv(qkv, self.conv[:, 0], conv, states.where)
+        q, k, v = mixed.split([s.keys, s.keys, s.values], dim=1)
+        q, k = (_unit(part.view(-1, s.k_heads, s.k_dim)) for part in (q, k))
+        decay = -self.decay.float().exp() * F.softplus(a.float() + self.bias.float())
+        out = gated_delta_rule(q * s.k_dim**-0.5, k, v.reshape(-1, s.v_heads, s.v_dim), decay, b.float().sigmoid(),
+                               delta, states.where)
+        gated = F.rms_norm(out, (s.v_dim,), self.norm.float(), self.eps) * F.silu(z.float().view(out.shape))
+        return gated.view(len(x), -1).to(x.dtype)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] at length 1."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def _row_order(s: _Sizes) -> torch.Tensor:
+    """Of the two projections' rows one below the other: all of q, then k, v, z, b, a. The checkpoint holds the rows
+    q k v z of one key head after another, and then b a of one key head after another."""
+    each = s.v_heads // s.k_heads
+    widths = (s.k_dim, s.k_dim, each * s.v_dim, each * s.v_dim)
+    qkvz = torch.arange(s.channels + s.values).view(s.k_heads, sum(widths)).split(widths, dim=1)
+    ba = (s.channels + s.values + torch.arange(2 * s.v_heads)).view(s.k_heads, 2 * each).split(each, dim=1)
+    return torch.cat([part.flatten() for part in (*qkvz, *ba)])
+
+
+def _mlp(config: ModelConfig, w: Weights, index: int) -> MLP:
+    sparse = config.value("num_experts") and (index + 1) % config.value("decoder_sparse_step") == 0
+    if not sparse or index in (config.value("mlp_only_layers") or ()):
+        return gated_mlp(config, w, index, Style())
+    name, hidden = f"model.layers.{index}.mlp", config.hidden_size
+    expert = GatedMLP(w, f"{name}.shared_expert", hidden, config.value("shared_expert_intermediate_size"),
+                      config.hidden_act)
+    share = Linear(w, [(f"{name}.shared_expert_gate", 1)], hidden)
+
+    def shared(x: torch.Tensor) -> torch.Tensor:
+        return expert(x) * share(x).sigmoid()
+
+    route = softmax_over_chosen if config.value("norm_topk_prob") else softmax_over_all
+    names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    return separate_experts(config, w, name, config.value("moe_intermediate_size"), names, route, shared)
