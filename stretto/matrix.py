@@ -37,6 +37,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("abort", "a request was ended after its first tokens, beside others"),
     Feature("prefix cache", "cells that another request had computed"),
     Feature("host memory", "KV that was copied to host memory when its pages went, and back when it was needed"),
+    Feature("FP8 KV cache", "heads of keys that were written in 8 bits"),
     Feature("window", "pages behind the window that were given back while their request ran"),
     *(Feature(f"page size {size}", "sequences of several pages", "page size") for size in (1, 16, 64, 256)),
     Feature("session: tag", "a second turn that sent its history again, and computed only what was new", "session"),

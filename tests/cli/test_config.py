@@ -241,6 +241,18 @@ def test_speculation_width():
     assert resolved.speculation_tokens == 7 and resolved.drafter == "ngram"
 
 
+def test_an_8_bit_cache_holds_nearly_twice_the_tokens():
+    found = replace(SMALL, kv_groups=(KVGroupFacts(None, 11520, 180),))
+    asked = Config(kv=KVSection(kv_memory=64 * MIB, kv_cache_dtype="fp8_e4m3"))
+    small = resolve(asked, facts(model=found))
+    large = resolve(replace(asked, kv=replace(asked.kv, kv_cache_dtype="bfloat16")), facts(model=found))
+    assert small.kv_dtype == "fp8_e4m3" and small.dtype == "float32" and small.page_bytes == (16 * (11520 + 180),)
+    assert large.page_bytes == (16 * 2 * 11520,) and small.pages[0] > 1.9 * large.pages[0]
+    old = replace(GPU, fp8=False)
+    told = refusals(replace(asked, kv=replace(asked.kv, kv_memory=None)), facts(old, model=found))
+    assert "--kv-cache-dtype fp8_e4m3 does not work with device" in told and "8.9" in told
+
+
 def test_drafters_memory_counts():
     own = (KVGroupFacts(None, 1000),)
     big = DrafterFacts("model", Caps(lookahead=3), parameters=10**8, kv_groups=own, tap_values=64)

@@ -43,7 +43,7 @@ from stretto.spec.context import Target
 from stretto.testing import Setup, make_engine, target_of
 from stretto.text.grammar import vocabulary
 from stretto.text.stream import IncrementalText
-from tests.engine.replay_oracle import TOLERANCE, Replay
+from tests.engine.replay_oracle import EIGHT_BITS, TOLERANCE, Replay, with_rounded_cells
 from tests.model.lora import ATTENTION, MLP, merged, save_adapter
 from tests.serve.fakes import EOS, ByteTokenizer
 
@@ -144,8 +144,11 @@ class MatrixRun:
         dtype = next(name for name in TOLERANCE if name in features)
         self.lora = "LoRA adapter" if "LoRA adapter" in features else None
         # of the requests that have the features, and of those beside them
-        self.replay = Replay(lab.adapted if self.lora else lab.reference, TOLERANCE[dtype])
-        self.beside = Replay(lab.reference, TOLERANCE[dtype])
+        tolerance, cells = TOLERANCE[dtype], "FP8 KV cache" in features
+        if cells:
+            tolerance = EIGHT_BITS[dtype]
+        self.replay, self.beside = (Replay(with_rounded_cells(model) if cells else model, tolerance)
+                                    for model in (lab.adapted if self.lora else lab.reference, lab.reference))
         self.core = self._engine()
         self.asked: dict[str, Asked] = {}
         self.histories: dict[str, list[int]] = {}
@@ -159,6 +162,7 @@ class MatrixRun:
         setup = Setup(width=4, page_size=self.page, pool_tokens=16 * max(self.page, 256), chunk=CHUNK, budget=64,
                       mixed="mixed chunk" in self.on, overlap="overlap" in self.on, slots=13, context=CONTEXT,
                       prefix_cache="prefix cache" in self.on, attention=attention,
+                      kv_dtype="fp8_e4m3" if "FP8 KV cache" in self.on else None,
                       host_tokens=16 * max(self.page, 256) if "host memory" in self.on else 0)
         return make_engine(self.lab.model, self.lab.drafters[self.drafter] if self.drafter else None, self.lab.target,
                            setup, Grammars(partial(vocabulary, tokenizer, VOCAB, [EOS]), VOCAB), frozenset({EOS}),
@@ -394,6 +398,7 @@ EVIDENCE: dict[str, Callable[[MatrixRun], object]] = {
     "abort": lambda run: len(run.asked["f2"].ids()) if run.asked["f2"].aborted else 0,
     "prefix cache": lambda run: run.asked["after"].outputs[0][-1].usage.cached_tokens,
     "host memory": lambda run: min(run.counter("host_saved_tokens"), run.counter("host_restored_tokens")),
+    "FP8 KV cache": lambda run: sum(int((pair.k > 0).sum()) for pair in run.core.device.runner.kv.scales if pair),
     "window": lambda run: run.slid if {None, WINDOW} <= set(run.core.host.limits.windows) else 0,
     # where prompts are scored, a tag turn feeds all of its prompt again
     "session: tag": lambda run: run.turns if "prompt logprobs" in run.on else run.inherited,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -59,7 +59,9 @@ def play(engine: EngineCore, asks: list[Ask], later: list[Ask]) -> dict[str, Got
 class Subject:
     """A tiny model, requests, and what each gets alone."""
 
-    def __init__(self, folder, family: str, window: int | None, dtype: str, fixed: bool = True):
+    def __init__(self, folder, family: str, window: int | None, dtype: str, fixed: bool = True,
+                 kv_dtype: str | None = None):
+        self.kv_dtype = kv_dtype
         save_tiny(folder, family, window, sharpness=1)
         self.model = load_model(folder, dtype=DTYPES[dtype], device=torch.device("cpu"), fixed=fixed)
         self.target, rng = target_of(self.model, folder), random.Random(1)
@@ -77,7 +79,7 @@ class Subject:
         if accuracy is not None:
             told = [[*ask.tokens, *self.alone[ask.rid].ids] for ask in self.asks]
             drafter = ScriptedDrafter(told, 4, accuracy, vocab_size=VOCAB, variable=True)
-        return make_engine(self.model, drafter, self.target, setup)
+        return make_engine(self.model, drafter, self.target, replace(setup, kv_dtype=self.kv_dtype))
 
     def differing(self, setup: Setup, accuracy: float | None, late: int = 3) -> tuple[list[str], dict[str, float]]:
         """Requests that got something else than alone, and the counters."""
@@ -90,8 +92,8 @@ class Subject:
 def subjects(tmp_path_factory):
     kept: dict[tuple, Subject] = {}
 
-    def get(family: str, window: int | None, dtype: str, fixed: bool = True) -> Subject:
-        key = family, window, dtype, fixed
+    def get(family: str, window: int | None, dtype: str, fixed: bool = True, kv_dtype: str | None = None) -> Subject:
+        key = family, window, dtype, fixed, kv_dtype
         if key not in kept:
             kept[key] = Subject(tmp_path_factory.mktemp(family), *key)
         return kept[key]
@@ -114,6 +116,18 @@ def test_everything_that_may_run_beside_a_request(subjects, family) -> None:
         assert not differing
         assert seen["mixed_steps"] > 0 and (accuracy is None or seen["accepted"] > 10)
         assert setup is not CROWDED or seen["retractions"] > 0
+
+
+@pytest.mark.parametrize("family", [("gpt_oss", 16, "float32"), *(
+    pytest.param(family, marks=pytest.mark.full) for family in (("llama", None, "float32"), ("gemma3", 16, "bfloat16"))
+)], ids=lambda family: family[0])
+def test_cells_of_8_bits_do_not_know_their_batch(subjects, family) -> None:
+    """A token is rounded by itself when it is written: what a chunk, a verify window or a decoded token leaves is the
+    same."""
+    subject = subjects(*family, kv_dtype="fp8_e4m3")
+    differing, seen = subject.differing(CROWDED, 0.6)
+    assert not differing and seen["retractions"] > 0 and seen["accepted"] > 10
+    assert subject.alone != subjects(*family).alone, "8 bits change log-probabilities"
 
 
 def test_the_test_above_would_see_it(subjects, monkeypatch) -> None:
