@@ -418,10 +418,10 @@ def with_times(packed: np.ndarray, seconds: float, moved: Sequence[Moved]) -> np
 
 def without_times(packed: np.ndarray) -> np.ndarray:
     """What a packed result tells of the rows: the same on every rank, however long each of them took."""
-    return _times(packed)[0][RESULT_HEADER:]
+    return split_times(packed)[0][RESULT_HEADER:]
 
 
-def _times(packed: np.ndarray) -> tuple[np.ndarray, float, list[Moved]]:
+def split_times(packed: np.ndarray) -> tuple[np.ndarray, float, list[Moved]]:
     """The packed result without its times, and the times."""
     count = int(packed[_MOVED])
     end = len(packed) - 3 * count
@@ -435,7 +435,7 @@ def unpack_result(packed: np.ndarray) -> StepResult:
     with NOTHING_LEFT. Then per row and new id a score; then prompt scores as (row, position of the scored token,
     score); then a vector for each row where some row embeds; then faults as (row, bytes, text); then what `with_times`
     adds."""
-    packed, seconds, moved = _times(packed)
+    packed, seconds, moved = split_times(packed)
     head = packed[:RESULT_HEADER].tolist()
     tail = len(packed) - head[FAULT_WORDS]
     faults, packed = packed[tail:], packed[:tail]

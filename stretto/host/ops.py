@@ -4,8 +4,8 @@ The device executes releases, seats, maps, page operations, drafts, rows, in thi
 any order. Between two plans one slot may be mapped, released, seated, and released again. What remains of that:
 
     release      drops the slot's pending seat, maps and drafts
-    fresh seat   drops the slot's pending release; the device clears the whole row of page tables
-    later seat   (in place) replaces a pending seat's columns only if there is none: two in one plan are a fault
+    seat         drops the slot's pending release; two in one plan are a fault. For a fresh one the device clears the
+                 whole row of page tables; another keeps what stands there (in place, or back in the same slot)
     map          the last one for (slot, group, index) counts
     page ops     keep their order among themselves: a page freed, taken again and copied into reads POISON, COPY
 
@@ -14,6 +14,8 @@ must be done before the step begins; copies among them are always waited for.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from stretto.host.faults import need
 from stretto.wire import HostDraft, PageOp, Seat, StepPlan
@@ -36,18 +38,18 @@ class Ops:
         self._page_ops: list[tuple[int, int, int, int]] = []
         self._drafts: dict[int, HostDraft] = {}
 
-    def release(self, slot: int) -> None:
-        self._seats.pop(slot, None)
-        self._maps.pop(slot, None)
+    def release(self, slot: int) -> Iterable[tuple[int, int]] | None:
+        """(group, index) of pages that the device has not been told of, and will not; None: nor of the slot's seat."""
+        seat = self._seats.pop(slot, None)
+        untold = self._maps.pop(slot, {})
         self._drafts.pop(slot, None)
         self._releases[slot] = None
+        return None if seat is not None else untold
 
     def seat(self, seat: Seat) -> None:
         need(seat.slot not in self._seats, f"slot {seat.slot} is seated twice in one plan")
-        if seat.fresh:
-            need(seat.slot not in self._maps, f"slot {seat.slot} has pages of its last occupant")
-            self._releases.pop(seat.slot, None)
-        need(seat.slot not in self._releases, f"slot {seat.slot} is released and re-seated in place")
+        need(not seat.fresh or seat.slot not in self._maps, f"slot {seat.slot} has pages of its last occupant")
+        self._releases.pop(seat.slot, None)
         self._seats[seat.slot] = seat
 
     def map(self, slot: int, mapped: list[Mapping]) -> None:

@@ -30,7 +30,7 @@ from stretto.host.queue import Queue
 from stretto.host.share import first_come, share_budget
 from stretto.host.slots import Slots
 from stretto.host.turn import Turn
-from stretto.wire import Goal, HostDraft, StepPlan
+from stretto.wire import Goal, HostDraft, Seam, StepPlan
 
 GROWTH = 16  # tokens that admission leaves to every turn
 
@@ -115,7 +115,8 @@ class Planner:
             counters.cached_tokens += turn.usage.cached_tokens
         counters.recomputed_tokens += max(0, turn.expected - turn.lease.lo)
         self._ledger.wait_for(turn.lease)
-        self._slots.seat(turn, self._ledger.seam(turn.lease))
+        seam = Seam.KEEP if self._slots.holds_seam(turn) else self._ledger.seam(turn.lease)
+        self._slots.seat(turn, seam)
 
     def _may_look(self, turn: Turn) -> bool:
         """A head that found no room looks again when a turn has ended, or the pages that it lacked have come back:

@@ -239,7 +239,7 @@ class Results:
         for turn in self._live.of(rid):
             self._counters.aborts += 1
             outputs += self._outputs_at_end(turn, (ABORT, None))
-            self._unseat(turn)
+            self._unseat(turn, returns=True)
             if turn.session is not None:
                 self._retire(turn)
                 outputs += self._sessions.aborted(turn, received)
@@ -280,9 +280,9 @@ class Results:
         self._let_go(turn)
         return outputs + (self._sessions.finished_without_pages(turn) if turn.session is not None else [])
 
-    def _unseat(self, turn: Turn) -> None:
+    def _unseat(self, turn: Turn, returns: bool = False) -> None:
         if turn.slot >= 0:
-            self._slots.leave(turn)
+            self._slots.leave(turn, returns)
         else:
             self._queue.remove(turn)
 

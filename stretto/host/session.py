@@ -279,7 +279,7 @@ class Sessions:
         in_place = following is not None and self._continue_in_place(session, turn, following, exact)
         if in_place:
             return []
-        self._slots.leave(turn)
+        self._slots.leave(turn, returns=True, exact=exact)
         turn.lease = None
         self._park(session, lease)
         return self._next(session)
@@ -433,7 +433,7 @@ class Sessions:
     def _commit(self, session: Session, turn: Turn, how: str) -> None:
         order, (past, kept) = turn.job.request.session, session.base
         assert order is not None
-        session.history.commit(order.turn_id or turn.job.request.rid, order, past, kept, list(turn.tokens),
+        session.history.commit(order.turn_id or turn.job.request.rid, order, past, kept, turn.tokens,
                                turn.job.prompt)
         session.turn, session.last_turn = None, how
         session.turns += 1
@@ -511,6 +511,7 @@ class Sessions:
 
     def _remove(self, session: Session) -> None:
         del self._open[session.sid]
+        self._slots.forget(session)
         self._idle.pop(session, None)
         if session.lease is not None:
             self._ledger.publish(session.lease, session.tokens)

@@ -191,9 +191,9 @@ HEAD, TAIL = range(5, 15), range(140, 150)
 
 @some("ngram")
 def test_the_last_turns_cost_no_more_than_the_first(labs, drafter) -> None:
-    """150 turns of eight sessions: each feeds its two new ids, the one that had no KV yet, and at most the one before
-    it, whose hidden state a drafter may need; and the host works no more for a turn with 600 ids of history than for
-    one with 30. `benchmarks/session_turns.py` takes the time."""
+    """150 turns of eight sessions: each feeds its two new ids and the one that had no KV yet, and no other; and the host
+    works no more for a turn with 600 ids of history than for one with 30 (what it does, and what travels to the device,
+    is counted exactly in tests/host/test_turn_cost.py). `benchmarks/session_turns.py` takes the time."""
     chats = Chats(labs(), drafter, page_size=16, chunk=256, budget=512, pool_tokens=8 * 640, poison=False)
     fed, work = [], []
     for turn in range(TAIL.stop):
@@ -203,7 +203,7 @@ def test_the_last_turns_cost_no_more_than_the_first(labs, drafter) -> None:
         run = partial(chats.until, lambda: not chats.core.has_work)
         work.append(host_work(run) if turn in HEAD or turn in TAIL else run())
         fed.append(chats.counters["prefill_tokens"] - before)
-    assert fed[0] == 8 * 2 and set(fed[1:]) <= {8 * 3, 8 * 4}
+    assert fed[0] == 8 * 2 and set(fed[1:]) == {8 * 3}
     head, tail = (sum(work[turn] for turn in edge) for edge in (HEAD, TAIL))
     assert tail <= 1.10 * head, (head, tail)
     assert {info.turns for info in chats.core.manage(GetSession())[0]} == {150}

@@ -226,6 +226,22 @@ def seat_without_pages(m: Patch) -> None:
         f(self, turn, seam), self._ops._maps.pop(turn.slot, None))[0])
 
 
+def slots_taken_by_others_are_remembered(m: Patch) -> None:
+    m.setattr(Slots, "_forget", lambda self, session: None)
+
+
+def a_slot_keeps_the_pages_it_had(m: Patch) -> None:
+    m.setattr(slots_module, "_changes", lambda had, has: list(enumerate(has))[len(had):])
+
+
+def a_log_is_taken_as_it_was_left(m: Patch) -> None:
+    m.setattr(slots_module, "common", lambda a, b: min(len(a), len(b)))
+
+
+def a_slot_keeps_its_seam_wherever_the_turn_goes_on(m: Patch) -> None:
+    m.setattr(Slots, "holds_seam", lambda self, turn: turn.session in self._left)
+
+
 # ------------------------------------------------------------------------------------------------- columns of seats
 def column(name: Int, value: Callable[[int, Turn], int]) -> Callable[[Patch], None]:
     def seat_of(f, turn, lease, **kwargs):
@@ -291,9 +307,9 @@ def abort_keeps_the_lease(m: Patch) -> None:
 
 def abort_keeps_the_slot(m: Patch) -> None:
     """The row goes on; its ids go to a client that has heard of the end."""
-    def unseat(f, self, turn):
+    def unseat(f, self, turn, returns=False):
         if turn.slot < 0:
-            f(self, turn)
+            f(self, turn, returns)
     wrapped(m, Results, "_unseat", unseat)
 
 
@@ -696,6 +712,11 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None] | type[FakeDevice], dict]] = {
     "release_keeps_pending_maps": (release_keeps_pending_maps, dict(SPEC, page_size=4, eager=True)),
     "release_keeps_pending_seat": (release_keeps_pending_seat, TIGHT),
     "seat_without_pages": (seat_without_pages, dict(page_size=4, prefix_cache=True)),
+    "slots_taken_by_others_are_remembered": (slots_taken_by_others_are_remembered, SESSIONS),
+    "a_slot_keeps_the_pages_it_had": (a_slot_keeps_the_pages_it_had, dict(SPEC, **SESSIONS, page_size=4)),
+    "a_log_is_taken_as_it_was_left": (a_log_is_taken_as_it_was_left, SESSIONS),
+    "a_slot_keeps_its_seam_wherever_the_turn_goes_on": (a_slot_keeps_its_seam_wherever_the_turn_goes_on, dict(
+        EAGLE, **SESSIONS)),
     "score_limit_is_known": (score_limit_is_known, {}),
     "score_row_samples": (ScoreRowSamples, {}),
     "score_row_adopts_all": (score_row_adopts_all, dict(page_size=4, prefix_cache=True)),

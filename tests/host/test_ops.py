@@ -47,15 +47,26 @@ def test_a_seat_in_place_keeps_the_maps_before_it():
     assert ops.take(0, 0, []).maps == [(1, 0, 3, 7)]
 
 
-@pytest.mark.parametrize("first", ["seat", "release", "map"])
+def test_a_seat_that_finds_what_was_left_takes_the_place_of_a_release_too():
+    """Of its pages the device knows what it was told before; `release` says what it was not."""
+    ops = Ops()
+    ops.map(1, [(0, 3, 7), (1, 2, 5)])
+    assert list(ops.release(1)) == [(0, 3), (1, 2)]
+    ops.seat(seat(1, fresh=False))
+    ops.map(1, [(0, 3, 7)])
+    plan = ops.take(0, 0, [])
+    assert plan.releases == [] and not plan.seats[0].fresh and plan.maps == [(1, 0, 3, 7)]
+    ops.seat(seat(2))
+    assert ops.release(2) is None and list(ops.release(3)) == []
+
+
+@pytest.mark.parametrize("first", ["seat", "map"])
 def test_what_cannot_be_ordered_is_a_fault(first: str):
     ops = Ops()
     if first == "seat":
         ops.seat(seat(1))
-    elif first == "map":
-        ops.map(1, [(0, 0, 3)])
     else:
-        ops.release(1)
+        ops.map(1, [(0, 0, 3)])
     with pytest.raises(HostFault):
         ops.seat(seat(1, fresh=first == "map"))
 
