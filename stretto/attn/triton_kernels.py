@@ -21,6 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stretto.attn.triton_projected import turned, write_new
+from stretto.ops.triton_fp8 import scales_at
+
 # One aligned 64-byte record: 0 first token, 1 tokens, 2 position of the first token, 3 first cell, 4 end cell, 5 slot,
 # 6 where the partial sums go (-1: written directly), 7 number of the tile, 8 splits of the tile, 9 partial sums of the
 # tile's first split, 10 distance between the partial sums of two splits.
@@ -146,27 +149,32 @@ def _cells(start, low, high, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _blocks(q, acc, m, l, k_cache, v_cache, table, begin, end, low, high, pos, page_stride, cell_stride, in_scale,
-            out_scale, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
-            D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-            PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def _blocks(q, acc, m, l, k_cache, v_cache, k_scales, v_scales, table, begin, end, low, high, pos, page_stride,
+            cell_stride, in_scale, out_scale, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+            PAGE: tl.constexpr, HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
+            STAGES: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr):
     """Adds the key blocks [begin, end) to the running softmax of one tile.
 
     q [M, D]; acc [M, D], m and l [M]: weighted values, maximum and sum, of logits in base 2. Cells outside [low, high)
-    are never read: the nearest cell inside stands for them, and the mask removes it."""
+    are never read: the nearest cell inside stands for them, and the mask removes it. FP8: keys and values are e4m3,
+    with a scale for each cell, which their products are multiplied by."""
     d = tl.arange(0, BLOCK_D)
     cell = _cells(begin, low, high, KEYS)
     page = tl.load(table + cell // PAGE)  # one block ahead, so that no load of keys waits for a load of page numbers
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         t = start + tl.arange(0, KEYS)
         at = page.to(tl.int64) * page_stride + (cell % PAGE) * cell_stride
+        if FP8:
+            scale_at = (page.to(tl.int64) * PAGE + cell % PAGE) * HEADS_KV
         cell = _cells(start + KEYS, low, high, KEYS)
         page = tl.load(table + cell // PAGE)
         if BLOCK_D == D:
             k = tl.load(k_cache + at[:, None] + d[None, :])
         else:
             k = tl.load(k_cache + at[:, None] + d[None, :], mask=d[None, :] < D, other=0.0)
-        s = _dot(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32), PRECISION, UPCAST)
+        s = _dot(q, tl.trans(k.to(q.dtype)), tl.zeros((q.shape[0], KEYS), tl.float32), PRECISION, UPCAST)
+        if FP8:
+            s = s * scales_at(k_scales + scale_at)[None, :]
         if SOFTCAP:
             s = 2.0 / (1.0 + tl.exp2(s * in_scale)) - 1.0  # tanh
         if MASKED:
@@ -182,7 +190,9 @@ def _blocks(q, acc, m, l, k_cache, v_cache, table, begin, end, low, high, pos, p
             v = tl.load(v_cache + at[:, None] + d[None, :])
         else:
             v = tl.load(v_cache + at[:, None] + d[None, :], mask=d[None, :] < D, other=0.0)
-        acc = _dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION, UPCAST)
+        if FP8:
+            p = p * scales_at(v_scales + scale_at)[None, :]
+        acc = _dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], PRECISION, UPCAST)
         m = m_new
     return acc, m, l
 
@@ -195,13 +205,15 @@ def _words(record):
 
 
 @triton.jit
-def _item(record, token, tokens, first_pos, low, high, slot, partial, head, q_ptr, k_cache, v_cache, tables, out,
-          partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride, page_stride, cell_stride,
-          head_stride, table_stride, in_scale, out_scale, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-          SINKS: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr, HEADS_KV: tl.constexpr, D: tl.constexpr,
-          BLOCK_D: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SKIP_MASK: tl.constexpr,
-          PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """One work item for one KV head. Query row i of the tile is token i // G, head i % G of the group."""
+def _item(record, token, tokens, first_pos, low, high, slot, partial, head, q_ptr, k_cache, v_cache, k_scales,
+          v_scales, tables, out, partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride,
+          page_stride, cell_stride, head_stride, table_stride, in_scale, out_scale, rope, positions, cells, q_weight,
+          k_weight, eps, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr, HEADS_KV: tl.constexpr,
+          D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+          SKIP_MASK: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr,
+          PROJECTED: tl.constexpr, NORM: tl.constexpr, NEW: tl.constexpr):
+    """One work item for one KV head. Query row i of the tile is token i // G, head i % G of the group. PROJECTED: heads
+    come as projected, the new keys and values behind the queries (`triton_projected`)."""
     HEADS: tl.constexpr = HEADS_KV * G
     table = tables + slot.to(tl.int64) * table_stride
     i = tl.arange(0, M)
@@ -210,12 +222,21 @@ def _item(record, token, tokens, first_pos, low, high, slot, partial, head, q_pt
     pos = first_pos + tl.minimum(i // G, tokens - 1)
     q_head = head * G + i % G
     q_at = (token + i // G).to(tl.int64) * q_token_stride + q_head * q_head_stride
-    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=ok[:, None] & (d[None, :] < D), other=0.0)
+    if PROJECTED:
+        write_new(q_ptr, token, tokens, first_pos, low, high, head, positions, cells, rope, k_weight, k_cache, v_cache,
+                  k_scales, v_scales, q_token_stride, q_head_stride, page_stride, cell_stride, head_stride, eps, HEADS,
+                  HEADS_KV, PAGE, D, BLOCK_D, NEW, NORM, FP8)
+        position = tl.load(positions + token + i // G, mask=ok, other=0)
+        q = turned(q_ptr, q_at, position, rope, q_weight, eps, ok, D, BLOCK_D, NORM).to(q_ptr.dtype.element_ty)
+    else:
+        q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=ok[:, None] & (d[None, :] < D), other=0.0)
     acc = tl.zeros((M, BLOCK_D), tl.float32)
     m = tl.full((M,), LOWEST, tl.float32)
     l = tl.zeros((M,), tl.float32)
     k_head = k_cache + head * head_stride
     v_head = v_cache + head * head_stride
+    ks_head = k_scales + head
+    vs_head = v_scales + head
     begin = low // KEYS * KEYS
     #   begin       clear        causal      high         blocks in [clear, causal) need no mask: every query of the
     #     |--window--|--no mask-----|--causal--|          tile sees every key of them
@@ -224,16 +245,17 @@ def _item(record, token, tokens, first_pos, low, high, slot, partial, head, q_pt
         if WINDOW > 0:
             clear = tl.cdiv(tl.maximum(first_pos + tokens - WINDOW, low), KEYS) * KEYS
             clear = tl.minimum(clear, tl.cdiv(high, KEYS) * KEYS)
-            acc, m, l = _blocks(q, acc, m, l, k_head, v_head, table, begin, tl.minimum(clear, high), low, high, pos,
-                                page_stride, cell_stride, in_scale, out_scale, True, WINDOW, SOFTCAP, PAGE, D, BLOCK_D,
-                                KEYS, STAGES, PRECISION, UPCAST)
+            acc, m, l = _blocks(q, acc, m, l, k_head, v_head, ks_head, vs_head, table, begin, tl.minimum(clear, high),
+                                low, high, pos, page_stride, cell_stride, in_scale, out_scale, True, WINDOW, SOFTCAP,
+                                PAGE, HEADS_KV, D, BLOCK_D, KEYS, STAGES, PRECISION, UPCAST, FP8)
         causal = tl.maximum(tl.minimum(first_pos + 1, high) // KEYS * KEYS, clear)
-        acc, m, l = _blocks(q, acc, m, l, k_head, v_head, table, clear, causal, low, high, pos, page_stride,
-                            cell_stride, in_scale, out_scale, False, WINDOW, SOFTCAP, PAGE, D, BLOCK_D, KEYS, STAGES,
-                            PRECISION, UPCAST)
+        acc, m, l = _blocks(q, acc, m, l, k_head, v_head, ks_head, vs_head, table, clear, causal, low, high, pos,
+                            page_stride, cell_stride, in_scale, out_scale, False, WINDOW, SOFTCAP, PAGE, HEADS_KV, D,
+                            BLOCK_D, KEYS, STAGES, PRECISION, UPCAST, FP8)
         begin = causal
-    acc, m, l = _blocks(q, acc, m, l, k_head, v_head, table, begin, high, low, high, pos, page_stride, cell_stride,
-                        in_scale, out_scale, True, WINDOW, SOFTCAP, PAGE, D, BLOCK_D, KEYS, STAGES, PRECISION, UPCAST)
+    acc, m, l = _blocks(q, acc, m, l, k_head, v_head, ks_head, vs_head, table, begin, high, low, high, pos, page_stride,
+                        cell_stride, in_scale, out_scale, True, WINDOW, SOFTCAP, PAGE, HEADS_KV, D, BLOCK_D, KEYS,
+                        STAGES, PRECISION, UPCAST, FP8)
     keep = ok[:, None] & (d[None, :] < D)
     if partial < 0:
         if SINKS:
@@ -305,13 +327,15 @@ def _clear_padding(out, first, n_tokens, G: tl.constexpr, HEADS_KV: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["table_stride", "offset", "n_rows", "n_tokens", "early"])
-def attend_kernel(q, k_cache, v_cache, tables, items, counts, arrivals, cu_q, out, partial_out, partial_lse, sinks,
-                  q_token_stride, q_head_stride, page_stride, cell_stride, head_stride, table_stride, in_scale,
-                  out_scale, offset, n_rows, n_tokens, early, KIND: tl.constexpr, WINDOW: tl.constexpr,
+def attend_kernel(q, k_cache, v_cache, k_scales, v_scales, tables, items, counts, arrivals, cu_q, out, partial_out,
+                  partial_lse, sinks, q_token_stride, q_head_stride, page_stride, cell_stride, head_stride,
+                  table_stride, in_scale, out_scale, rope, positions, cells, q_weight, k_weight, eps, offset, n_rows,
+                  n_tokens, early, KIND: tl.constexpr, WINDOW: tl.constexpr,
                   SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr,
                   HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
                   KEYS: tl.constexpr, STAGES: tl.constexpr, WORDS: tl.constexpr, FIRST: tl.constexpr,
-                  PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+                  PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr,
+                  PROJECTED: tl.constexpr, NORM: tl.constexpr, NEW: tl.constexpr):
     """A persistent grid that claims the work items of one kind until none is left. KIND: 0 chunks, 1 few tokens.
 
     Of n items, program p takes item p without asking; where there are more, the others are claimed. Every program
@@ -336,10 +360,11 @@ def attend_kernel(q, k_cache, v_cache, tables, items, counts, arrivals, cu_q, ou
         if KIND == 0:  # the launch of the few tokens relies on this wait
             tl.extra.cuda.gdc_launch_dependents()
     while claim < n:
-        _item(record, token, tokens, first_pos, low, high, slot, partial, claim % HEADS_KV, q, k_cache, v_cache, tables,
-              out, partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride, page_stride, cell_stride,
-              head_stride, table_stride, in_scale, out_scale, WINDOW, SOFTCAP, SINKS, PAGE, G, HEADS_KV, D, BLOCK_D, M,
-              KEYS, STAGES, KIND == 0, PRECISION, UPCAST)
+        _item(record, token, tokens, first_pos, low, high, slot, partial, claim % HEADS_KV, q, k_cache, v_cache,
+              k_scales, v_scales, tables, out, partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride,
+              page_stride, cell_stride, head_stride, table_stride, in_scale, out_scale, rope, positions, cells,
+              q_weight, k_weight, eps, WINDOW, SOFTCAP, SINKS, PAGE, G, HEADS_KV, D, BLOCK_D, M, KEYS, STAGES,
+              KIND == 0, PRECISION, UPCAST, FP8, PROJECTED, NORM, NEW)
         if n > programs:
             claim = tl.atomic_add(counts + 2 + KIND, 1, sem="relaxed")
             if claim == n - 1:

@@ -10,7 +10,7 @@ sums outgrow the workspace; its splits grow, so its results differ by rounding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from triton.runtime.interpreter import InterpretedFunction
@@ -18,10 +18,29 @@ from triton.runtime.interpreter import InterpretedFunction
 from stretto.attn.api import AttnCaps, LayerSpec
 from stretto.attn.tiles import INTERPRETER, KernelConfig, Tile, kernel_config, padded, unsplit
 from stretto.attn.triton_kernels import ITEM_WORDS, LOG2E, attend_kernel, plan_kernel
+from stretto.ops.fp8 import KV_FP8, KVScales
+from stretto.ops.layer import HeadWeights, Rope
 from stretto.ragged import RaggedStep
 
 INTERPRETED = isinstance(attend_kernel, InterpretedFunction)  # TRITON_INTERPRET=1: the kernels run on the CPU
 MAX_HEAD_DIM = 256
+FP8_ARCH = 89  # the first whose multiprocessors convert e4m3
+MOST_PROJECTED = 64  # rows; of more, turning the queries once in a launch of its own is faster than in every item
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What turns projected heads into queries, keys and values, and where the latter two go."""
+
+    table: torch.Tensor  # [positions, D] float32, row p = [cos | sin]
+    positions: torch.Tensor  # [T] int64
+    cells: torch.Tensor  # [T] int64, page * page_size + offset
+    norm: HeadWeights | None
+
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float]:
+        """Of the kernel: rope, positions, cells, weights of q and of k, eps."""
+        weights = (self.table, self.table, 0.0) if self.norm is None else (self.norm.q, self.norm.k, self.norm.eps)
+        return self.table, self.positions, self.cells, *weights
 
 
 @dataclass
@@ -54,7 +73,8 @@ class TritonRagged:
 
     caps = AttnCaps(page_sizes=None, head_dims=frozenset(range(1, MAX_HEAD_DIM + 1)), window=True, sinks=True,
                     softcap=True, empty_rows=True, host_lengths="none", graphs=True,
-                    devices=frozenset({"cpu", "cuda"} if INTERPRETED else {"cuda"}))
+                    devices=frozenset({"cpu", "cuda"} if INTERPRETED else {"cuda"}),
+                    kv_dtypes=frozenset({"float32", "bfloat16", "float16", "fp8_e4m3"}))
 
     def __init__(self, device: torch.device, dtype: torch.dtype, config: KernelConfig | None = None,
                  workspace_bytes: int = 128 << 20, fixed: bool = False):
@@ -67,6 +87,8 @@ class TritonRagged:
             major, minor = torch.cuda.get_device_capability(device)
             self.arch = major * 10 + minor
             self.n_sm = torch.cuda.get_device_properties(device).multi_processor_count
+            if self.arch < FP8_ARCH:
+                self.caps = replace(self.caps, kv_dtypes=self.caps.kv_dtypes - {"fp8_e4m3"})
         self.workspace = torch.empty(workspace_bytes // 4, dtype=torch.float32, device=device)
 
     def config_for(self, layer: LayerSpec) -> KernelConfig:
@@ -103,55 +125,88 @@ class TritonRagged:
         return RaggedPlan(items, counts, arrivals, chunk_items, (config.chunk, few.tile), layer)
 
     def attend(self, layer: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep,
-               group: int, meta: object, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        if not isinstance(meta, RaggedPlan):
-            raise TypeError(f"attend needs the RaggedPlan of metadata(), not a {type(meta).__name__}")
-        self._check(layer, meta.layer, q, k_cache, v_cache)
-        if layer.has_sinks != (sinks is not None):
-            raise ValueError(f"the layer has {'' if layer.has_sinks else 'no '}sinks, but the call brings"
-                             f" {'none' if sinks is None else 'some'}")
+               group: int, meta: object, sinks: torch.Tensor | None = None,
+               scales: KVScales | None = None) -> torch.Tensor:
+        plan = self._check(layer, meta, q, k_cache, v_cache, sinks, scales)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         # The chunks' programs start first and keep their places as long as they have work; programs of few-token rows
         # fill what is left of a multiprocessor, then all of it. A launch with nothing to do costs about 1 us.
         # A bucket whose rows all fit one tile of few tokens has no chunks.
-        most = q.shape[0] if step.most_tokens is None else min(q.shape[0], step.most_tokens)
-        few_only = most * (layer.n_heads // layer.n_kv_heads) <= meta.tiles[1].rows and not self.fixed
+        few_only = self._few_only(layer, step, plan)
         for kind in (1,) if few_only else (0, 1):
             self._launch(kind, few_only or kind == 0, out, layer, q, k_cache, v_cache, step, step.page_tables[group],
-                         meta, sinks)
-        meta.attended = True
+                         plan, sinks, scales)
+        plan.attended = True
         return out
 
-    def _check(self, layer: LayerSpec, planned: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor,
-               v_cache: torch.Tensor) -> None:
-        if {q.dtype, k_cache.dtype, v_cache.dtype} != {self.dtype}:
+    def takes_projected(self, layer: LayerSpec, step: RaggedStep, meta: object) -> bool:
+        """See `attn.api.TakesProjected`. Steps without chunks: the item that writes a cell is the only one to read it."""
+        return (isinstance(meta, RaggedPlan) and layer.head_dim % 2 == 0 and step.q_len.numel() <= MOST_PROJECTED
+                and self._few_only(layer, step, meta))
+
+    def attend_projected(self, layer: LayerSpec, qkv: torch.Tensor, rope: Rope, norm: HeadWeights | None,
+                         k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, group: int, meta: object,
+                         sinks: torch.Tensor | None = None, scales: KVScales | None = None) -> torch.Tensor:
+        """See `attn.api.TakesProjected`."""
+        plan = self._check(layer, meta, qkv, k_cache, v_cache, sinks, scales)
+        out = torch.empty(qkv.shape[0], layer.n_heads, layer.head_dim, dtype=qkv.dtype, device=qkv.device)
+        self._launch(1, True, out, layer, qkv, k_cache, v_cache, step, step.page_tables[group], plan, sinks, scales,
+                     Projected(*rope, step.cells[group], norm))
+        plan.attended = True
+        return out
+
+    def _few_only(self, layer: LayerSpec, step: RaggedStep, plan: RaggedPlan) -> bool:
+        """Whether no row of the bucket can be a chunk."""
+        n_tokens = step.ids.numel()
+        most = n_tokens if step.most_tokens is None else min(n_tokens, step.most_tokens)
+        return most * (layer.n_heads // layer.n_kv_heads) <= plan.tiles[1].rows and not self.fixed
+
+    @staticmethod
+    def _most_new(layer: LayerSpec, step: RaggedStep, tile: Tile) -> int:
+        """Most tokens of a row, as a power of two."""
+        fitting = tile.rows // (layer.n_heads // layer.n_kv_heads)
+        return padded(min(step.most_tokens or step.ids.numel(), fitting))
+
+    def _check(self, layer: LayerSpec, plan: object, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+               sinks: torch.Tensor | None, scales: KVScales | None) -> RaggedPlan:
+        if not isinstance(plan, RaggedPlan):
+            raise TypeError(f"attend needs the RaggedPlan of metadata(), not a {type(plan).__name__}")
+        if layer.has_sinks != (sinks is not None):
+            raise ValueError(f"the layer has {'' if layer.has_sinks else 'no '}sinks, but the call brings"
+                             f" {'none' if sinks is None else 'some'}")
+        if q.dtype != self.dtype or k_cache.dtype != v_cache.dtype or (k_cache.dtype is KV_FP8) != (scales is not None):
             raise ValueError(f"this backend was made for {self.dtype}; q is {q.dtype} and the caches are"
-                             f" {k_cache.dtype} and {v_cache.dtype}")
+                             f" {k_cache.dtype} and {v_cache.dtype}, {'without' if scales is None else 'with'} scales")
         for name in ("n_heads", "n_kv_heads", "head_dim", "window"):
-            if getattr(layer, name) != getattr(planned, name):
-                raise ValueError(f"the plan was made for {name} {getattr(planned, name)}, this layer has"
+            if getattr(layer, name) != getattr(plan.layer, name):
+                raise ValueError(f"the plan was made for {name} {getattr(plan.layer, name)}, this layer has"
                                  f" {getattr(layer, name)}: layers of one group must be alike")
         if q.stride(2) != 1 or k_cache.stride(3) != 1 or k_cache.stride() != v_cache.stride():
             raise ValueError(f"strides {q.stride()}, {k_cache.stride()}, {v_cache.stride()}: elements of a head must be"
                              " contiguous, and both caches of one layout")
+        return plan
 
     def _launch(self, kind: int, first: bool, out: torch.Tensor, layer: LayerSpec, q: torch.Tensor,
                 k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, table: torch.Tensor, plan: RaggedPlan,
-                sinks: torch.Tensor | None) -> None:
+                sinks: torch.Tensor | None, scales: KVScales | None, projected: Projected | None = None) -> None:
+        """`projected`: q holds keys and values too, all as projected."""
         tile, softcap = plan.tiles[kind], layer.softcap or 0.0
         in_scale = -2 * LOG2E.value * layer.scale / softcap if softcap else 0.0  # tanh(x) by exp2 of -2 x / ln 2
         out_scale = LOG2E.value * (softcap or layer.scale)
         heads = self.capacity(layer) * layer.n_heads
         partial_out, partial_lse = self.workspace[: heads * layer.head_dim], self.workspace[heads * layer.head_dim :]
-        overlap = self.arch >= 90  # programmatic dependent launch: the second launch does not wait for the first
+        cu_q, overlap = step.cu_q, self.arch >= 90  # programmatic dependent launch: the second launch does not wait for the first
         attend_kernel[(tile.programs * self.n_sm,)](
-            q, k_cache, v_cache, table, plan.items, plan.counts, plan.arrivals, step.cu_q, out, partial_out,
-            partial_lse, out if sinks is None else sinks, q.stride(0), q.stride(1), k_cache.stride(0),
-            k_cache.stride(1), k_cache.stride(2), table.stride(0), in_scale, out_scale, kind * plan.offset_few,
+            q, k_cache, v_cache, *(scales or (q, q)), table, plan.items, plan.counts, plan.arrivals, cu_q, out,
+            partial_out, partial_lse, out if sinks is None else sinks, q.stride(0), q.stride(1), k_cache.stride(0),
+            k_cache.stride(1), k_cache.stride(2), table.stride(0), in_scale, out_scale,
+            *(projected.arguments() if projected else (out, cu_q, cu_q, out, out, 0.0)), kind * plan.offset_few,
             step.q_len.numel(), q.shape[0], int(plan.attended or not first), KIND=kind, WINDOW=layer.window or 0,
             SOFTCAP=bool(softcap), SINKS=sinks is not None, PAGE=step.page_size, G=layer.n_heads // layer.n_kv_heads,
             HEADS_KV=layer.n_kv_heads, D=layer.head_dim, BLOCK_D=max(padded(layer.head_dim), 16), M=tile.rows,
             KEYS=tile.keys, STAGES=tile.stages, WORDS=ITEM_WORDS, FIRST=first, PDL=overlap,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            UPCAST=INTERPRETED and q.dtype == torch.bfloat16, num_warps=tile.warps, maxnreg=tile.registers,
+            UPCAST=INTERPRETED and q.dtype == torch.bfloat16, FP8=scales is not None, PROJECTED=projected is not None,
+            NORM=projected is not None and projected.norm is not None, NEW=1 if projected is None else self._most_new(layer, step, tile), num_warps=tile.warps,
+            maxnreg=tile.registers,
             **({"launch_pdl": True} if overlap else {}))
