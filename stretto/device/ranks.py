@@ -13,25 +13,30 @@ from __future__ import annotations
 
 import datetime
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from multiprocessing.connection import Connection
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from stretto.device.runner import Runner
 from stretto.device.streams import DeviceHalf
 from stretto.model.shard import Shard
 from stretto.ops.exchange import side_by_side, total
 from stretto.sample.features import StepShape
-from stretto.wire import HEADER, split_plan, without_times
+from stretto.wire import HEADER, Moved, split_plan, split_times, with_times, without_times
 
 if TYPE_CHECKING:
     from stretto.device.symmetric import SymmetricMemory
 
-PLAN, MASK, WARM_UP, CLOSE = "plan", "mask", "warm up", "close"
+PLAN, MASK, WARM_UP, BETWEEN, CLOSE = "plan", "mask", "warm up", "between", "close"  # to the other ranks
+SUM, DONE, FAILED = "sum", "done", "failed"  # from them
 BLAME_SECONDS = 2.0  # in which a rank that fails can say so
+LOOK_SECONDS = 0.05  # how often rank 0 looks at itself while it waits for the others
 TIMEOUT = datetime.timedelta(seconds=120)  # of a sum that some rank does not join
 
 
@@ -79,6 +84,13 @@ class RankShard(Shard):
             return self._memory.side_by_side(x)
         return side_by_side(self._parts(x))
 
+    def let_go(self) -> None:
+        """After a rank has died: sums that wait for it end, with nonsense."""
+        if self._memory is not None:
+            self._memory.let_go()
+        if self._nccl and dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+
     def _parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """x, contiguous, of every rank, in order."""
         parts = x.new_empty(self.ranks, *x.shape)
@@ -108,98 +120,200 @@ def leave_ranks() -> None:
         dist.destroy_process_group()
 
 
-class RanksDevice:
-    """`DeviceHalf` of rank 0: what it runs, the others run. `fellows` are connections to ranks 1, 2, ...; `close_all`
-    ends their processes."""
+class Fellow:
+    """Rank 0's end of the connection to another rank. What comes is kept until it is asked for, in order of each
+    kind."""
 
-    def __init__(self, own: DeviceHalf, fellows: Sequence[Connection], close_all: Callable[[], None]):
-        self.own, self.fellows, self._close_all = own, list(fellows), close_all
+    def __init__(self, rank: int, connection: Connection):
+        self.rank, self.connection = rank, connection
+        self._came: dict[str, deque[Any]] = {SUM: deque(), DONE: deque()}
+
+    def tell(self, kind: str, content: Any = None) -> None:
+        try:
+            self.connection.send((kind, content))
+        except OSError as e:
+            self.hear_last_words()
+            raise RankDied(f"rank {self.rank} has died") from e
+
+    def hear_last_words(self) -> None:
+        """Raises RankFailed where it has said why it fails."""
+        with suppress(OSError, EOFError):
+            while self.connection.poll():
+                self._receive()
+
+    def has(self, kind: str) -> bool:
+        return bool(self._came[kind])
+
+    def take(self, kind: str) -> Any:
+        """The oldest of a kind; waits for it. Raises RankFailed."""
+        while not self._came[kind]:
+            self.receive()
+        return self._came[kind].popleft()
+
+    def receive(self) -> None:
+        """Whatever comes next. Raises RankFailed where that is the end."""
+        try:
+            self._receive()
+        except (OSError, EOFError) as e:
+            raise RankDied(f"rank {self.rank} has died") from e
+
+    def _receive(self) -> None:
+        kind, content = self.connection.recv()
+        if kind == FAILED:
+            raise RankFailed(f"rank {self.rank} failed: {content}")
+        self._came[kind].append(content)
+
+
+class RanksDevice:
+    """`DeviceHalf` of rank 0: what it runs, the others run. A step's result is given out when all have the same."""
+
+    def __init__(self, own: DeviceHalf, shard: RankShard, connections: Sequence[Connection],
+                 close_all: Callable[[bool], None]):
+        """`connections`: to ranks 1, 2, ...; `close_all(failed)` ends their processes."""
+        self.own, self._shard, self._close_all = own, shard, close_all
+        self.fellows = [Fellow(rank, connection) for rank, connection in enumerate(connections, 1)]
+        self._moved: dict[int, list[Moved]] = {}  # by plan: of the ranks that have moved its pages
+        self._failed = False
 
     def _tell(self, kind: str, content: Any = None) -> None:
-        for rank, fellow in enumerate(self.fellows, 1):
-            try:
-                fellow.send((kind, content))
-            except OSError as e:
-                raise RankFailed(f"rank {rank} is gone: {e}") from e
+        for fellow in self.fellows:
+            fellow.tell(kind, content)
 
-    def launch(self, packed: np.ndarray) -> None:
-        self._tell(PLAN, packed)
-        self.own.launch(packed)
-
-    def mask(self, packed: np.ndarray) -> None:
-        self._tell(MASK, packed)
-        self.own.mask(packed)
-
-    def collect(self) -> np.ndarray:
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """An engine that has failed ends without waiting for anybody."""
+        if self._failed:
+            raise RankFailed("the ranks have failed before")
         try:
-            packed = self.own.collect()
+            yield
+        except RankFailed:
+            self._failed = True
+            raise
         except Exception as e:  # often only that somebody else did not come to a sum
+            self._failed = True
             self._blame(e)
             raise
-        mine = check_sum(packed)
-        for rank in range(1, 1 + len(self.fellows)):
-            if self._answer_of(rank) != mine:
-                raise RankFailed(f"rank {rank} computed another result than rank 0: their weights or devices differ")
-        return packed
 
-    def _answer_of(self, rank: int) -> int:
-        """The check sum that a rank sends next. Raises RankFailed with the reason where it sends none."""
-        try:
-            answer = self.fellows[rank - 1].recv()
-        except (OSError, EOFError) as e:
-            raise RankDied(f"rank {rank} has died") from e
-        if isinstance(answer, str):
-            raise RankFailed(f"rank {rank} failed: {answer}")
-        return answer
+    def launch(self, packed: np.ndarray) -> None:
+        with self._noting_failure():
+            self._tell(PLAN, packed)
+            self.own.launch(packed)
+
+    def mask(self, packed: np.ndarray) -> None:
+        with self._noting_failure():
+            self._tell(MASK, packed)
+            self.own.mask(packed)
+
+    def ready(self) -> bool:
+        return self.own.ready() and all(fellow.has(SUM) for fellow in self.fellows)
+
+    def collect(self) -> np.ndarray:
+        found: list[np.ndarray] = []
+
+        def look() -> None:  # if this one fails, the others may wait for it, and never answer
+            if not found and self.own.ready():
+                found.append(self.own.collect())
+
+        with self._noting_failure():
+            self._await(SUM, look)
+            packed = found[0] if found else self.own.collect()
+            mine, moved = check_sum(packed)
+            self._note_moved(moved)
+            for fellow in self.fellows:
+                sum_of_rank, moved = fellow.take(SUM)
+                self._note_moved(moved)
+                if sum_of_rank != mine:
+                    raise RankFailed(f"rank {fellow.rank} computed another result than rank 0: their weights or devices"
+                                     " differ")
+            return self._with_moves(packed)
+
+    def _await(self, kind: str, look: Callable[[], None] = lambda: None) -> None:
+        """Until every other rank has answered; `look` is called now and then. The first that dies ends it, whichever it
+        is: the others may be waiting for it."""
+        owing = {fellow.connection: fellow for fellow in self.fellows if not fellow.has(kind)}
+        while owing:
+            for connection in wait(list(owing), timeout=LOOK_SECONDS):
+                fellow = owing[connection]  # type: ignore[index]
+                fellow.receive()
+                if fellow.has(kind):
+                    del owing[connection]  # type: ignore[arg-type]
+            look()
 
     def _blame(self, cause: Exception) -> None:
         """Raises RankFailed where another rank has failed within the last moments: one that has died rather than one
         that only says that somebody did not come to a sum."""
         found: list[RankFailed] = []
-        for rank, fellow in enumerate(self.fellows, 1):
+        for fellow in self.fellows:
             try:
-                while fellow.poll(BLAME_SECONDS):
-                    self._answer_of(rank)
+                while fellow.connection.poll(BLAME_SECONDS):
+                    fellow.receive()
             except RankFailed as e:
                 found.append(e)
         if found:
             raise min(found, key=lambda e: not isinstance(e, RankDied)) from cause
 
+    def _note_moved(self, moved: Sequence[Moved]) -> None:
+        for one in moved:
+            self._moved.setdefault(one.seq, []).append(one)
+
+    def _with_moves(self, packed: np.ndarray) -> np.ndarray:
+        """A result that tells of the moves which are done on every rank, and how long the slowest took."""
+        body, seconds, _ = split_times(packed)
+        done = []
+        for seq in sorted(self._moved):
+            of_plan = self._moved[seq]
+            if len(of_plan) == 1 + len(self.fellows):
+                done.append(Moved(seq, max(m.save_seconds for m in of_plan), max(m.restore_seconds for m in of_plan)))
+                del self._moved[seq]
+        return with_times(body, seconds, done)
+
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         shapes = list(shapes)
-        self._tell(WARM_UP, shapes)
-        self.own.warm_up(shapes, progress)
+        with self._noting_failure():
+            self._tell(WARM_UP, shapes)
+            self.own.warm_up(shapes, progress)
 
-    def between(self, action: Callable[[], None]) -> None:
-        """Not for several ranks: what needs it is refused with them."""
-        raise NotImplementedError("actions between steps would have to reach every rank")
+    def between(self, action: Callable[[Runner], None]) -> None:
+        """On every rank; it must be picklable. Raises what it raises on any of them, the others' first."""
+        with self._noting_failure():
+            self._tell(BETWEEN, action)
+            self._await(DONE)
+        errors = [fellow.take(DONE) for fellow in self.fellows]
+        for fellow, error in zip(self.fellows, errors):
+            if error is not None:
+                error.add_note(f"on rank {fellow.rank}")
+                raise error
+        self.own.between(action)
 
     def counts(self) -> dict[str, float]:
         return self.own.counts()
 
     def close(self) -> None:
-        for fellow in self.fellows:
-            try:
-                fellow.send((CLOSE, None))
-            except OSError:
-                continue  # it is gone already
+        if self._failed:
+            self._close_all(True)  # first: nobody waits for them then
+            self._shard.let_go()
+        else:
+            for fellow in self.fellows:
+                with suppress(OSError):
+                    fellow.connection.send((CLOSE, None))
         self.own.close()
-        self._close_all()
+        if not self._failed:
+            self._close_all(False)
 
 
-def check_sum(packed: np.ndarray) -> int:
-    """Of a packed result, without the times in its header, which differ from rank to rank."""
-    return zlib.crc32(np.ascontiguousarray(without_times(packed)).tobytes())
+def check_sum(packed: np.ndarray) -> tuple[int, list[Moved]]:
+    """Of a packed result: its sum without what differs from rank to rank, and the moves that it tells of."""
+    return zlib.crc32(np.ascontiguousarray(without_times(packed)).tobytes()), split_times(packed)[2]
 
 
-def serve_rank(device: DeviceHalf, leader: Connection, depth: int) -> None:
+def serve_rank(device: DeviceHalf, leader: Connection, depth: int) -> bool:
     """The loop of ranks 1, 2, ...: runs what rank 0 says until it closes or dies. Up to `depth` steps stay in flight
-    while there is more to do, as at rank 0."""
+    while there is more to do, as at rank 0. Returns whether rank 0 has closed."""
     in_flight, unmasked = 0, False  # unmasked: the last step waits for its mask, so it cannot end
 
     def report(most: int) -> int:
         for _ in range(in_flight - max(most, unmasked)):
-            leader.send(check_sum(device.collect()))
+            leader.send((SUM, check_sum(device.collect())))
         return min(in_flight, max(most, unmasked))
 
     try:
@@ -209,9 +323,12 @@ def serve_rank(device: DeviceHalf, leader: Connection, depth: int) -> None:
                 continue
             kind, content = leader.recv()
             if kind == CLOSE:
-                break
+                device.close()
+                return True
             if kind == WARM_UP:
                 device.warm_up(content)
+            elif kind == BETWEEN:
+                leader.send((DONE, _attempt(device, content)))
             elif kind == MASK:
                 device.mask(content)
                 unmasked = False
@@ -220,9 +337,17 @@ def serve_rank(device: DeviceHalf, leader: Connection, depth: int) -> None:
                 in_flight, unmasked = in_flight + 1, split_plan(content[:HEADER], content).late_mask
                 in_flight = report(depth)
     except EOFError:
-        return  # rank 0 is gone
+        return False
     except Exception as e:
-        leader.send(f"{type(e).__name__}: {e}")
+        with suppress(OSError):
+            leader.send((FAILED, f"{type(e).__name__}: {e}"))
         raise
-    finally:
-        device.close()
+
+
+def _attempt(device: DeviceHalf, action: Callable[[Runner], None]) -> Exception | None:
+    """What an action between steps raises is of whoever asked for it."""
+    try:
+        device.between(action)
+    except Exception as e:
+        return e
+    return None

@@ -59,11 +59,15 @@ class DeviceHalf(Protocol):
         """The oldest result not yet collected; waits for it. Raises what the step raised."""
         ...
 
+    def ready(self) -> bool:
+        """Whether `collect` would return, or raise, at once."""
+        ...
+
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         """Prepares steps of these shapes, where there is something to prepare. Before the first launch."""
         ...
 
-    def between(self, action: Callable[[], None]) -> None:
+    def between(self, action: Callable[[Runner], None]) -> None:
         """Does something after every step that was launched and before any that will be. Raises what it raises."""
         ...
 
@@ -186,11 +190,14 @@ class InlineDevice:
     def collect(self) -> np.ndarray:
         return self.results.popleft()
 
+    def ready(self) -> bool:
+        return bool(self.results)
+
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         """Nothing: there are no graphs on a CPU."""
 
-    def between(self, action: Callable[[], None]) -> None:
-        action()
+    def between(self, action: Callable[[Runner], None]) -> None:
+        action(self.runner)
 
     def counts(self) -> dict[str, float]:
         return {}
@@ -238,6 +245,9 @@ class ThreadDevice:
     def mask(self, packed: np.ndarray) -> None:
         self.masks.put(packed)
 
+    def ready(self) -> bool:
+        return not self.results.empty()
+
     def collect(self) -> np.ndarray:
         result = self.results.get()
         if isinstance(result, BaseException):
@@ -247,12 +257,12 @@ class ThreadDevice:
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         """Nothing: there are no graphs on a CPU."""
 
-    def between(self, action: Callable[[], None]) -> None:
+    def between(self, action: Callable[[Runner], None]) -> None:
         done: Future[None] = Future()
 
         def run() -> None:
             try:
-                action()
+                action(self.runner)
                 done.set_result(None)
             except BaseException as e:  # of whoever asked
                 done.set_exception(e)
@@ -321,6 +331,9 @@ class CudaDevice:
         output.body.record_stream(self.copies)
         self.in_flight.append((output, on_host, pinned, done))  # `pinned` lives until its copy is surely done
 
+    def ready(self) -> bool:
+        return bool(self.in_flight) and self.in_flight[0][3].query()
+
     def collect(self) -> np.ndarray:
         output, on_host, _, done = self.in_flight.popleft()
         done.synchronize()
@@ -329,9 +342,9 @@ class CudaDevice:
             return result
         return with_times(result, timed[0].elapsed_time(timed[1]) / 1e3 if timed else 0.0, self.moves.done())
 
-    def between(self, action: Callable[[], None]) -> None:
+    def between(self, action: Callable[[Runner], None]) -> None:
         with torch.cuda.stream(self.steps), torch.inference_mode():
-            action()
+            action(self.runner)
         self.steps.synchronize()  # so that what it copies from may go
 
     def counts(self) -> dict[str, float]:

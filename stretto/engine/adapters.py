@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
+from stretto.device.runner import Runner
 from stretto.device.streams import DeviceHalf
 from stretto.host.half import HostHalf
-from stretto.model.lora import AdapterBank, AdapterError, read_adapter
+from stretto.model.lora import AdapterError, read_adapter
 from stretto.protocol import LoadAdapter, RequestError, UnloadAdapter
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class PutAdapter:
+    """Reads an adapter's files and puts it in place `number`, which no row in flight has. Raises AdapterError. Plain
+    data, so that it can go to every rank, each of which takes its own part."""
+
+    number: int
+    path: Path
+
+    def __call__(self, runner: Runner) -> None:
+        assert runner.adapters is not None, "there is no room for adapters"
+        adapter = read_adapter(self.path)
+        runner.adapters.check(adapter)
+        runner.adapters.load(self.number, adapter)
+        logger.info("adapter %d is %s: rank %d, %d modules", self.number, self.path, adapter.rank, len(adapter.modules))
+
+
 class AdapterLoader:
-    def __init__(self, bank: AdapterBank, host: HostHalf, device: DeviceHalf):
-        self._bank, self._host, self._device = bank, host, device
+    def __init__(self, host: HostHalf, device: DeviceHalf):
+        self._host, self._device = host, device
 
     @property
     def names(self) -> dict[str, str]:
@@ -34,11 +51,8 @@ class AdapterLoader:
             return
         number = registry.vacancy(action.name, self._host.adapters_in_use)
         try:
-            adapter = read_adapter(Path(action.path).expanduser())
-            self._bank.check(adapter)
+            self._device.between(PutAdapter(number, Path(action.path).expanduser()))
         except AdapterError as e:
             raise RequestError(str(e), param="lora_path") from e
-        self._device.between(partial(self._bank.load, number, adapter))
         registry.add(action.name, action.path, number)
-        logger.info("adapter %s loaded from %s: rank %d, %d modules", action.name, action.path, adapter.rank,
-                    len(adapter.modules))
+        logger.info("adapter %s loaded", action.name)

@@ -107,7 +107,7 @@ def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCo
         info.server_info["elastic"] = limits.elastic.describe()
     info.max_logprobs = resolved.config.sampling.max_logprobs
     info.logit_processors, info.custom_logit_processor = sorted(processors.named), processors.allow_code
-    loader = AdapterLoader(runner.adapters, host, device_half) if runner.adapters else None
+    loader = AdapterLoader(host, device_half) if runner.adapters else None
     core = EngineCore(host, device_half, info, resolved.depth, loader, resolved.config.schedule.session_file)
     _load_adapters(core, resolved)
     return core

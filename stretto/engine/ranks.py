@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stretto.device.ranks import RanksDevice, RankShard, join_ranks, leave_ranks, serve_rank
+from stretto.device.ranks import FAILED, RanksDevice, RankShard, join_ranks, leave_ranks, serve_rank
 from stretto.device.streams import DeviceHalf
 from stretto.engine.process import end_with_parent
 
@@ -25,16 +25,17 @@ START_SECONDS = 600.0  # until a rank must have joined
 class Ranks:
     """Starts the other ranks, each of which loads its own part. `prepared` travels to them."""
 
-    def __init__(self, ranks: int, device_type: str, prepared: Any, make: MakeDevice):
+    def __init__(self, ranks: int, device_type: str, prepared: Any, make: MakeDevice, fixed: bool = False):
+        """`fixed`: as `device.ranks.join_ranks`."""
         self._folder = tempfile.mkdtemp(prefix="stretto-ranks-")
         self.address = f"file://{self._folder}/meet"
-        self._ranks, self._type = ranks, device_type
+        self._ranks, self._type, self._fixed = ranks, device_type, fixed
         context = multiprocessing.get_context("spawn")
         self._processes, self._connections = [], []
         for rank in range(1, ranks):
             here, there = context.Pipe()
             process = context.Process(target=_run, args=(os.getpid(), rank, ranks, self.address, device_type, prepared,
-                                                         make, there),
+                                                         make, fixed, there),
                                       name=f"stretto rank {rank}", daemon=True)
             process.start()
             there.close()
@@ -43,13 +44,19 @@ class Ranks:
 
     def join(self) -> RankShard:
         """Rank 0's part in the meeting."""
-        return join_ranks(0, self._ranks, self.address, rank_device(self._type, 0))
+        self._shard = join_ranks(0, self._ranks, self.address, rank_device(self._type, 0), self._fixed)
+        return self._shard
 
     def lead(self, own: DeviceHalf) -> RanksDevice:
-        return RanksDevice(own, self._connections, self.close)
+        return RanksDevice(own, self._shard, self._connections, self.close)
 
-    def close(self) -> None:
-        leave_ranks()
+    def close(self, failed: bool = False) -> None:
+        """`failed`: nobody waits for anybody."""
+        if failed:
+            for process in self._processes:
+                process.kill()
+        else:
+            leave_ranks()
         for process in self._processes:
             process.join(timeout=10)
             if process.is_alive():
@@ -67,15 +74,15 @@ def rank_device(device_type: str, rank: int) -> torch.device:
 
 
 def _run(parent: int, rank: int, ranks: int, address: str, device_type: str, prepared: Any, make: MakeDevice,
-         leader: Connection) -> None:
+         fixed: bool, leader: Connection) -> None:
     end_with_parent(parent)  # it may be waiting for the others when the engine is killed
     if device_type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
-        shard = join_ranks(rank, ranks, address, rank_device(device_type, rank))
+        shard = join_ranks(rank, ranks, address, rank_device(device_type, rank), fixed)
         device, depth = make(prepared, shard)
     except Exception as e:
-        leader.send(f"{type(e).__name__}: {e}")
+        leader.send((FAILED, f"{type(e).__name__}: {e}"))
         raise
-    serve_rank(device, leader, depth)
-    leave_ranks()
+    if serve_rank(device, leader, depth):
+        leave_ranks()

@@ -187,7 +187,7 @@ class MatrixRun:
             self.core.info.logit_processors = sorted(REGISTRY.named)
         if self.lora and self.lab.bank is not None:
             runner.adapters = self.lab.bank
-            self.core.adapters = AdapterLoader(self.lab.bank, self.core.host, self.core.device)
+            self.core.adapters = AdapterLoader(self.core.host, self.core.device)
             self.core.manage(LoadAdapter(self.lora, str(self.lab.adapter)))
 
     def _watch(self) -> None:

@@ -55,7 +55,7 @@ class Adapted:
         core = make_core(self.model, adapters=Adapters(COUNT), **options)
         runner = core.device.runner  # type: ignore[attr-defined]
         runner.adapters = self.bank
-        core.adapters = AdapterLoader(self.bank, core.host, core.device)
+        core.adapters = AdapterLoader(core.host, core.device)
         for name in names:
             core.manage(LoadAdapter(name, str(self.folders[name])))
         return core
