@@ -37,19 +37,25 @@ def bucket_of(size: int) -> int:
 
 
 def coarse_bucket_of(size: int) -> int:
-    """For steps with chunks of prompts, whose rows, tokens and logits come in any combination: few buckets up to 512,
+    """For steps with chunks of prompts, whose rows, tokens and logits come in any combination: few buckets up to 128,
     where reading the weights is what takes time; above, padding costs what tokens cost."""
-    return max(8, 1 << (size - 1).bit_length()) if size <= 512 else -(-size // 64) * 64
+    return max(8, 1 << (size - 1).bit_length()) if size <= 128 else -(-size // 64) * 64
+
+
+def tokens_bucket(rows: int, tokens: int, short: bool) -> int:
+    """Packed tokens (or logits) that are computed for so many, in a step of so many rows."""
+    bucket = bucket_of if short else coarse_bucket_of
+    return max(bucket(rows), bucket(tokens))
 
 
 def bucketed(shape: StepShape) -> StepShape:
     """The bucket of a shape. Tokens and logits are at least the rows, as one of each is the common case. Widths, which
-    cost a few ids a row, are powers of two: a graph for each of them would be captured in the middle of serving."""
+    cost a few ids a row, are 1 or large: a graph for each of them would be captured in the middle of serving."""
     assert shape.tokens is not None and shape.logits is not None
-    bucket = bucket_of if shape.short else coarse_bucket_of
-    rows = bucket(shape.rows)
-    return replace(shape, rows=rows, tokens=max(rows, bucket(shape.tokens)), logits=max(rows, bucket(shape.logits)),
-                   width=1 << (shape.width - 1).bit_length())
+    rows = bucket_of(shape.rows) if shape.short else coarse_bucket_of(shape.rows)
+    width = 1 if shape.width == 1 else max(SHORT, 1 << (shape.width - 1).bit_length())
+    return replace(shape, rows=rows, width=width, tokens=tokens_bucket(rows, shape.tokens, shape.short),
+                   logits=tokens_bucket(rows, shape.logits, shape.short))
 
 
 def is_usual(shape: StepShape) -> bool:
@@ -209,6 +215,11 @@ class GraphExecutor:
             if progress:
                 progress(done, len(wanted))
         torch.cuda.empty_cache()  # what the steps before the captures left
+
+    def clear(self) -> None:
+        """Lets the graphs go: NCCL does not end before all that hold one of its launches have."""
+        self.graphs.clear()
+        self.halves.clear()
 
 
 def _padded_masks(masks: TokenMasks, rows: int) -> TokenMasks:

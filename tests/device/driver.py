@@ -51,8 +51,9 @@ class Driver:
             self.epochs += 1
             epochs[i] = self.epochs
             self._seat(plan, i + 1, self.epochs, job, width)
-        live = set(range(len(jobs)))
+        live, most = set(range(len(jobs))), self.seq + 20 * sum(len(job.tokens) + job.max_tokens for job in jobs)
         while live:
+            assert self.seq < most, f"jobs {sorted(live)} make no progress"
             filling = {i for i in live if fed[i] < len(jobs[i].tokens)}
             for i in sorted(live):
                 cap = min(chunk, len(jobs[i].tokens) - fed[i]) if i in filling else \

@@ -36,6 +36,7 @@ def cuda_driver(model, drafter=None, *, graphs: bool, page: int = 16) -> Driver:
     driver = Driver(model, page_size=page, drafter=drafter, backend=TritonRagged(model.device, model.dtype))
     if graphs:
         driver.runner.execute = GraphExecutor(driver.runner, 4096)
+    torch.cuda.synchronize()  # steps run on streams that do not wait for the one which filled the tables
     return driver
 
 
