@@ -283,8 +283,10 @@ class _Resolution:
         return width, caps.lookahead if width else 0
 
     def _parallel(self, device: DeviceFacts | None) -> None:
-        ranks, config = self.config.parallel.tensor_parallel_size, self.config
+        ranks = self.config.parallel.tensor_parallel_size
         self._note("tensor_parallel_size", ranks, ranks, "the ranks share each layer" if ranks > 1 else "")
+        if (replicas := self.config.serve.replicas) > 1:
+            self._note("replicas", replicas, replicas, "each is a server of its own with these settings")
         if ranks == 1:
             return
         flag = f"--tensor-parallel-size {ranks}"
@@ -294,11 +296,6 @@ class _Resolution:
         if not self.model.native:
             self._refuse(flag, f"model {self.model.name}", "it runs through transformers' own modules, which are not"
                          " cut into ranks", "set it to 1")
-        for on, feature, why in ((config.lora.on, "--enable-lora", "adapters are not cut into ranks"),
-                                 (config.model.deterministic, "--deterministic", "sums over ranks round otherwise"),
-                                 (config.kv.kv_host_bytes, "--kv-host-bytes", "each rank would time its own copies")):
-            if on:
-                self._refuse(flag, feature, why, "leave one of them out")
 
     def _smallest(self, device: DeviceFacts) -> DeviceFacts:
         """The device whose memory decides: every rank has as many pages."""
