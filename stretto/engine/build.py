@@ -143,8 +143,11 @@ def load_parts(prepared: Prepared, shard: Shard | None = None, progress: Progres
 
 def start_ranks(prepared: Prepared) -> Ranks | None:
     """The processes of the other ranks, where several share the model."""
-    ranks = prepared.resolved.config.parallel.tensor_parallel_size
-    return Ranks(ranks, prepared.resolved.device, prepared, rank_half) if ranks > 1 else None
+    resolved = prepared.resolved
+    ranks = resolved.config.parallel.tensor_parallel_size
+    if ranks == 1:
+        return None
+    return Ranks(ranks, resolved.device, prepared, rank_half, fixed=resolved.config.model.deterministic)
 
 
 def rank_half(prepared: Prepared, shard: Shard) -> tuple[DeviceHalf, int]:

@@ -64,8 +64,8 @@ def prepare_located(located: Located) -> Prepared:
     facts = _with_drafter(located.config, facts, target)
     if located.config.model.deterministic and find_builder(facts.model.architecture) is None:
         raise ConfigError([not_fixed(facts.model.name, "transformers' own code of it")])
-    facts = _with_adapters(located, facts)
     _check_ranks(located, facts.model.name)
+    facts = _with_adapters(located, facts)
     resolved = resolve(located.config, facts)
     return Prepared(located.path, located.tokenizer_path, facts, resolved, target,
                     {"resolve": time.perf_counter() - started})
@@ -96,13 +96,13 @@ def _with_drafter(config: Config, facts: Facts, target: Target) -> Facts:
 
 
 def _with_adapters(located: Located, facts: Facts) -> Facts:
-    """How much room LoRA adapters need."""
-    lora = located.config.lora
+    """How much room LoRA adapters need on each rank."""
+    lora, shard = located.config.lora, Shard(0, located.config.parallel.tensor_parallel_size)
     if not lora.on or min(lora.max_loras, lora.max_lora_rank) < 1:
         return facts
     bank = AdapterBank(lora.max_loras, lora.max_lora_rank)
     try:
-        build_on_meta(located.path, bank)
+        build_on_meta(located.path, bank, shard)
     except ModelConfigError as e:
         raise ConfigError([Refusal("--enable-lora", f"model {facts.model.name}", str(e),
                                    "merge the adapter into the model, or choose another one")]) from e

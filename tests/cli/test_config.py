@@ -289,8 +289,6 @@ REFUSED = {
     "no drafter": (Config(speculation=SpeculationSection("eagle9")), "--speculation eagle9 does not work with"),
     "tokens, off": (Config(speculation=SpeculationSection("off", speculation_tokens=3)), "--speculation off"),
     "chunk": (Config(schedule=ScheduleSection(chunk_size=300, max_num_batched_tokens=200)), "--chunk-size 300"),
-    "ranks": (Config(lora=LoraSection(enable_lora=True), parallel=ParallelSection(tensor_parallel_size=2)),
-              "--tensor-parallel-size 2 does not work with --enable-lora"),
     "no ranks": (Config(parallel=ParallelSection(tensor_parallel_size=0)), "--tensor-parallel-size 0"),
     "negative": (Config(schedule=ScheduleSection(max_num_seqs=0)), "--max-num-seqs 0"),
     "port": (Config(serve=ServeSection(port=70000)), "--port 70000"),
@@ -309,6 +307,12 @@ def test_refused_with_both_names(name: str):
     config, sentence = REFUSED[name]
     message = refusals(config)
     assert sentence in message and ";" in message, "a refusal names the way out"
+
+
+def test_models_that_are_not_cut_into_ranks_are_refused():
+    config = Config(parallel=ParallelSection(tensor_parallel_size=2))
+    message = refusals(config, facts(model=replace(SMALL, native=False)))
+    assert "--tensor-parallel-size 2 does not work with model small" in message and "; set it to 1" in message
 
 
 def test_a_tree_drafter_is_refused():
