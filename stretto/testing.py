@@ -27,9 +27,10 @@ import numpy as np
 from stretto.attn.api import AttentionBackend
 from stretto.attn.select import choose_backend
 from stretto.attn.torch_ragged import TorchRagged
-from stretto.device.kv import KVCache, group_layers, kv_dtype
+from stretto.device.kv import KVCache, kv_dtype
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
+from stretto.device.states import kv_groups, states_of
 from stretto.device.streams import make_device
 from stretto.engine.core import EngineCore
 from stretto.host.grammar import Grammars
@@ -115,7 +116,8 @@ def greedy(n: int, **more) -> SamplingParams:
 
 def target_of(model: CausalModel, path: Path, name: str = "target") -> Target:
     """What a drafter may know of a loaded model whose files are at `path`."""
-    return Target(name, path, model.vocab_size, model.hidden_size, len(model.layers), model.max_position)
+    return Target(name, path, model.vocab_size, model.hidden_size,
+                  len(model.layers) + len(states_of(model)), model.max_position)
 
 
 def make_engine(model: CausalModel, drafter: str | Drafter | None, target: Target,
@@ -126,7 +128,7 @@ def make_engine(model: CausalModel, drafter: str | Drafter | None, target: Targe
     s, named = setup or Setup(), drafter if isinstance(drafter, str) else None
     sizes = drafter_sizes(named, target, s.width) if named else None
     draft_windows = [group[0] for group in sizes.kv_groups] if sizes else []
-    groups = group_layers(model.layers, draft_windows)
+    groups = kv_groups(model, draft_windows)
     context = min(s.context, model.max_position)
     caps = sizes.caps if sizes else None if drafter is None or named else drafter.caps  # type: ignore[union-attr]
     width = min(s.width, caps.max_width) if caps else 0
@@ -134,7 +136,7 @@ def make_engine(model: CausalModel, drafter: str | Drafter | None, target: Targe
     kv = KVCache(model.layers, groups, pages, s.page_size, kv_dtype(s.kv_dtype) if s.kv_dtype else model.dtype,
                  model.device)
     table = SlotTable(s.slots, context, s.page_size, len(groups), model.device, caps.lookahead if caps else 0)
-    runner = Runner(model, _backend(model, s), kv, table)
+    runner = Runner(model, _backend(model, s), kv, table, width=width)
     if s.rejection:
         table.proposals = Proposals(s.slots, width, model.vocab_size, model.device)
     on_host = caps is not None and caps.where == "host"

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 NULL_PAGE = 0  # never allocated; the padding of a bucket and unmapped table entries point to it
-STATE = 0  # in place of a KV group's window: its layers keep one state of a sequence, not cells (see `state_cells`)
+STATE = -1  # in place of a KV group's window: its layers keep one state of a sequence, not cells (see `state_cells`)
 NEVER = 2**31 - 1  # a position that no row reaches
 NO_TOKEN = -1
 MAX_STOP_IDS = 64  # stop ids of one request that are checked on the device

@@ -98,9 +98,9 @@ class Runner:
 
     def __init__(self, model: CausalModel, backend: AttentionBackend, kv: KVCache, table: SlotTable,
                  drafter: Drafter | None = None, width: int = 0):
-        """`width`: most drafts of a row in a step, where the drafter is not given here."""
+        """`width`: most drafts of a row in a step; at least the drafter's."""
         self.model, self.backend, self.kv, self.table = model, backend, kv, table
-        cells = state_cells(drafter.caps.max_width if drafter else width)
+        cells = state_cells(width)
         self.states = make_states(model, kv, len(table.log), cells)
         self.drafting = Drafting(model, backend, kv, table, cells if self.states else 0)
         self.pages = Pages(kv, self.drafting, *([self.states] if self.states else []))

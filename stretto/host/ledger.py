@@ -17,8 +17,13 @@ prefix is adopted again. Such pages are fenced until their copy is done:
     evicted -> SAVE in plan N -> free; whoever takes it makes his plan wait for N (Ops.fence)
     adopted -> RESTORE in plan N -> in the tree at once; a lease that reads it has `arrived` when N's copies are done
 
-Groups are `full` (window None) or `window(W)`. A `state` group (recurrent layers) would hold a snapshot per lease
-instead of pages: it belongs beside `pages` in Lease, taken in `reserve` and returned in `drop`.
+Groups are `full` (window None), `window(W)`, or `state` (window wire.STATE: layers that keep one state in place of
+cells). A sequence's state is in its slot; a page of the `state` group holds the one behind its last cell, of every n-th
+page, which the device writes as it passes there. Such pages are taken where there are some and done without where there
+are none. Nothing can go on but from a state, so a lease without a slot ends at one:
+
+    pages     |   |   |   | s |   |   |   | s |   |          adopted, forked, rewound: at the last `s` that is held
+                              lo                  ^ rested   left its slot: the slot's state is kept for this lease
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from stretto.host.limits import HostLimits
 from stretto.host.ops import Mapping, Ops
 from stretto.host.prefix import Node, PrefixTree
 from stretto.host.tier import HostTier
-from stretto.wire import NULL_PAGE, Moved, Seam
+from stretto.wire import NULL_PAGE, STATE, Moved, Seam, state_cells
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +48,7 @@ class Lease:
     """What a sequence holds. Only Ledger writes it.
 
     `pages[group]` lists the pages of cells [0, n * page_size); those of the first len(nodes) are shared. In a window
-    group the entries below `first[group]` are NULL_PAGE."""
+    group the entries below `first[group]` are NULL_PAGE; in a `state` group most others as well."""
 
     root: Node
     nodes: list[Node]
@@ -57,6 +62,8 @@ class Lease:
     away: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of pages that only the host has: `fetch`
     tail: Node | None = None  # the end of it, of which `fetch` makes a page of its own
     arrives: int = -1  # its pages may be read once the copies of this plan are done
+    ahead: int = 0  # cells past lo that the steps in flight when it was settled may have fed, at most
+    rested: int = -1  # length at which its state is kept in the page of the last cell; -1: where pages end
 
     @property
     def hi(self) -> int:
@@ -80,6 +87,8 @@ class Ledger:
         self.prefix_cache, self._poison, self._ops = limits.prefix_cache, limits.poison, ops
         self._groups = range(len(self.windows))
         self._has_window = any(w is not None for w in self.windows)
+        self._state = self.windows.index(STATE) if STATE in self.windows else None
+        self._state_every, self._state_cells = limits.state_every, state_cells(limits.width)
         # what a sequence holds of a window group while chunks are in flight; more is only asked for, never needed
         self._window_pages = [limits.window_pages(w) + -(-limits.chunk // limits.page_size) for w in self.windows]
         self.free: list[deque[int]] = [deque(range(1, n + 1)) for n in self.n_pages]
@@ -113,7 +122,9 @@ class Ledger:
         out = []
         for g, window in enumerate(self.windows):
             lacking = max(0, n - len(lease.pages[g])) + sum(group == g for group, _ in lease.away)
-            if window is not None:
+            if g == self._state:
+                lacking = sum(group == g for group, _ in lease.away)
+            elif window is not None:
                 lacking = min(lacking, max(0, self._window_pages[g] - len(lease.pages[g]) + lease.first[g]))
             out.append(lacking)
         return out
@@ -398,7 +409,7 @@ class Ledger:
     def limit(self, lease: Lease, top: int) -> None:
         """The sequence's next turn: a new top for a lease without steps in flight."""
         need(not lease.flight and top >= lease.lo, "a new top for a lease in flight, or below its length")
-        lease.top = top
+        lease.top, lease.ahead = top, 0
 
     def reserve(self, lease: Lease, q_cap: int, lookahead: int) -> Reservation | None:
         """Pages for [0, hi + q_cap), clipped at top, and the lookahead: in every group or, with None, in no group."""
@@ -406,19 +417,26 @@ class Ledger:
         held = len(lease.pages[0])
         if n <= held:
             return Reservation(lease, q_cap, [])
-        got: list[list[int]] = []
+        got: dict[int, list[int]] = {}
         for g in self._groups:
-            pages = self._take(g, n - held)
+            pages = [] if g == self._state else self._take(g, n - held)
             if pages is None:
-                for group, taken in enumerate(got):
+                for group, taken in got.items():
                     self._return_unwritten(group, taken)
                 return None
-            got.append(pages)
+            got[g] = pages
+        if self._state is not None:
+            got[self._state] = [self._state_page(self._state, i) for i in range(held, n)]
         mapped = []
-        for g, pages in enumerate(got):
-            mapped += [(g, held + i, page) for i, page in enumerate(pages)]
+        for g, pages in got.items():
+            mapped += [(g, held + i, page) for i, page in enumerate(pages) if page != NULL_PAGE]
             lease.pages[g] += pages
         return Reservation(lease, q_cap, mapped)
+
+    def _state_page(self, group: int, index: int) -> int:
+        """For the state behind the page of this index, where it is to be kept and there is room; else NULL_PAGE."""
+        taken = None if (index + 1) % self._state_every else self._take(group, 1)
+        return taken[0] if taken else NULL_PAGE
 
     def launch(self, reservation: Reservation, seq: int) -> None:
         """The row of this reservation is in flight with step `seq`."""
@@ -480,13 +498,67 @@ class Ledger:
         if not self._has_window:
             return gone
         for g in self._groups:
-            start = min(self._window_start(g, max(0, lease.lo - 1)), len(lease.pages[g]))
+            start = self._read_from(lease, g)
             for i in range(lease.first[g], start):
                 self._let_go(lease, g, i)
                 lease.pages[g][i] = NULL_PAGE
                 gone.append((g, i, NULL_PAGE))
             lease.first[g] = max(lease.first[g], start)
         return gone
+
+    def _read_from(self, lease: Lease, group: int) -> int:
+        """The first page of a group that anybody may read who goes on from lo, or feeds cell lo - 1 again."""
+        if group == self._state:
+            n = self._state_below(lease, lease.lo)
+            return (n - 1) // self.page_size if n else lease.lo // self.page_size
+        return min(self._window_start(group, max(0, lease.lo - 1)), len(lease.pages[group]))
+
+    def _state_below(self, lease: Lease, n: int, rested: bool = True) -> int:
+        """The longest length up to `n`, which is proved, whose state the lease holds in a page; 0 if there is none.
+        `rested`: even where that is inside a page."""
+        if rested and 0 <= lease.rested <= n:
+            return lease.rested
+        assert self._state is not None
+        pages = lease.pages[self._state]
+        for i in range(min(len(pages), n // self.page_size) - 1, lease.first[self._state] - 1, -1):
+            if pages[i] != NULL_PAGE:
+                return (i + 1) * self.page_size
+        return 0
+
+    def rest(self, lease: Lease, slot: int, exact: bool = False) -> None:
+        """A settled sequence has left its slot (0: and no plan may name that any more), and keeps its pages. Its state
+        is kept as well, or lo goes back to the last one that is. `exact`: the device has fed no more than lo."""
+        ahead, lease.ahead = 0 if exact else lease.ahead, 0
+        if self._state is None or self._state_below(lease, lease.lo) == lease.lo:
+            return
+        if not slot or ahead >= self._state_cells or not self._keep_state(lease, slot):
+            self.truncate(lease, lease.lo)
+
+    def _keep_state(self, lease: Lease, slot: int) -> bool:
+        """The slot's state at lo, of which it has a cell, goes beside the page of cell lo - 1. False: there is none."""
+        g, i = self._state, (lease.lo - 1) // self.page_size
+        assert g is not None
+        node = lease.nodes[i] if i < len(lease.nodes) else None  # then the page is full
+        if node is not None and node.pages[g] != NULL_PAGE:  # somebody else has kept it
+            self.tree.pin(node, g)
+            lease.pages[g][i] = node.pages[g]
+        else:
+            if lease.pages[g][i] == NULL_PAGE:
+                if (taken := self._take(g, 1)) is None:
+                    return False
+                lease.pages[g][i] = taken[0]
+                if node is not None:
+                    self.tree.put(node, g, taken[0])
+                    self.leased[g] -= 1
+            cell = slot * self._state_cells + lease.lo % self._state_cells
+            self._ops.keep_state(g, cell, lease.pages[g][i])
+        lease.first[g], lease.rested = min(lease.first[g], i), lease.lo
+        return True
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a sequence can go on only where its state is at hand."""
+        return self._state is not None
 
     def _let_go(self, lease: Lease, group: int, index: int) -> None:
         """The lease gives up one page: its pin on a shared one, the page itself otherwise."""
@@ -500,16 +572,24 @@ class Ledger:
 
     def settle(self, lease: Lease, n: int) -> None:
         """A turn ended with `n` tokens while steps may be in flight: nothing of them counts."""
+        lo = min(lease.lo, n)
+        lease.ahead += lease.flying + lease.lo - lo
         lease.flight.clear()
         lease.flying = 0
-        lease.lo = lease.draft_lo = min(lease.lo, n)
+        lease.lo = lease.draft_lo = lo
 
     def seam(self, lease: Lease) -> int:
-        """Where the taps of position lo-1 come from when no live slot holds them: a value of the SEAM column."""
+        """Where the taps of position lo-1, and the state behind it, come from when no live slot holds them: a value of
+        the SEAM column. The lease is seated next."""
         if lease.draft_lo == lease.lo + 1:
             return Seam.UNKNOWN  # forked: the cell is fed again
+        lease.rested, lease.ahead = -1, 0
         if lease.lo == 0:
             return Seam.START
+        if self._state is not None:
+            page = lease.pages[self._state][(lease.lo - 1) // self.page_size]
+            need(page != NULL_PAGE, f"a sequence would go on from {lease.lo} cells without its state")
+            return page
         if lease.lo % self.page_size == 0:
             return lease.pages[0][lease.lo // self.page_size - 1]
         self._feed_last_again(lease)
@@ -528,9 +608,12 @@ class Ledger:
             pages:  | shared | shared | copied |        `last` is the page of cell n-1,
                     0                 last  n-1         which the child feeds again and so writes itself
 
-        No child where the cells of its window are gone, or no page is free for the copy: then adopt."""
+        No child where the cells of its window are gone, or no page is free for the copy: then adopt. Where layers keep
+        states the child goes on from the last one below n, which ends a page, so nothing is copied."""
         need(1 <= n <= lease.lo, f"a fork at {n} tokens of a sequence proved up to {lease.lo}")
         swaps = self._share(lease, tokens)
+        if self._state is not None:
+            return self._fork_at_state(lease, self._state_below(lease, n - 1, rested=False), top), swaps
         last = (n - 1) // self.page_size
         for g in self._groups:
             if NULL_PAGE in lease.pages[g][self._window_start(g, n - 1) : last + 1]:
@@ -540,6 +623,13 @@ class Ledger:
             self.drop(child)
             return None, swaps
         return child, swaps
+
+    def _fork_at_state(self, lease: Lease, n: int, top: int) -> Lease | None:
+        path = lease.nodes[: n // self.page_size]
+        for g in self._groups:
+            if g != self._state and NULL_PAGE in lease.pages[g][self._window_start(g, n) : len(path)]:
+                return None
+        return self._lease_on(lease.root, path, n, n, top) if path else None
 
     def _copy_page(self, parent: Lease, child: Lease, index: int) -> bool:
         got: list[int] = []
@@ -559,16 +649,19 @@ class Ledger:
     def truncate(self, lease: Lease, n: int) -> int:
         """Rewinds a lease without steps in flight to `n` tokens or less; returns the length it reached.
 
-        Less, where `n` lies inside a shared page, which is never written: then its start; and nothing, where window
-        cells that the next token would read are gone."""
+        Less, where `n` lies inside a shared page, which is never written: then its start; or where layers keep states
+        and none is held at `n`; and nothing, where window cells that the next token would read are gone."""
         need(not lease.flight, "a lease in flight is settled before it is truncated")
         reach = min(lease.lo, n)
+        if self._state is not None:
+            reach = self._state_below(lease, reach)
         if reach // self.page_size < len(lease.nodes):
             reach -= reach % self.page_size
         start = [self._window_start(g, max(0, reach - 1)) for g in self._groups]
-        if any(lease.first[g] > start[g] for g in self._groups):
+        if any(lease.first[g] > start[g] for g in self._groups if g != self._state):
             reach = 0
         lease.lo = lease.draft_lo = reach
+        lease.rested = reach if 0 < reach == lease.rested else -1
         keep = -(-reach // self.page_size)
         self._supersede(lease, -(-n // self.page_size))
         self._cut(lease, keep)
@@ -627,7 +720,7 @@ class Ledger:
         """The cells above the last full page, of a lease that is about to be dropped. Steps in flight write only cells
         above them."""
         n, rest = divmod(lease.lo, self.page_size)
-        if not rest or len(lease.nodes) != n or len(lease.pages[0]) <= n or lease.lo > len(tokens):
+        if self.has_states or not rest or len(lease.nodes) != n or len(lease.pages[0]) <= n or lease.lo > len(tokens):
             return
         tail = self.tree.child(lease.nodes[-1] if n else lease.root, tuple(tokens[n * self.page_size : lease.lo]))
         self.tree.revive(tail)
@@ -682,9 +775,11 @@ class Ledger:
         for g, window in enumerate(self.windows):
             if window is None:  # who holds a page holds all before it, so those that are shared come first
                 shared = bisect_left(range(len(lease.nodes)), True, key=partial(self._holds_alone, lease, g))
+                held = len(lease.pages[g]) - shared
             else:
-                shared = sum(node.pins[g] > 1 for node in lease.nodes[lease.first[g] :])
-            alone += (len(lease.pages[g]) - lease.first[g] - shared) * self._page_bytes[g]
+                held = sum(page != NULL_PAGE and not (i < len(lease.nodes) and lease.nodes[i].pins[g] > 1)
+                           for i, page in enumerate(lease.pages[g][lease.first[g] :], lease.first[g]))
+            alone += held * self._page_bytes[g]
         return lease.lo * self._token_bytes / max(alone, self._token_bytes)
 
     @staticmethod

@@ -11,6 +11,7 @@ from stretto.host.adapters import Adapter, Adapters
 from stretto.host.elastic import Elastic
 from stretto.host.rates import Rates
 from stretto.params import ProcessorUse
+from stretto.wire import STATE
 
 CAP_POLICIES = ("full", "one_in_mixed", "budget")
 
@@ -22,7 +23,8 @@ HostDrafter = Callable[[Sequence[int], int], list[int]]
 class HostLimits:
     """Sizes are in tokens unless said otherwise. Raises ValueError naming both sides where they cannot work together.
 
-    Groups are the KV groups of the model and the drafter, group 0 first; a window of None is full attention."""
+    Groups are the KV groups of the model and the drafter, group 0 first; a window of None is full attention, one of
+    wire.STATE is of layers that keep a state."""
 
     page_size: int
     pages: tuple[int, ...]  # pages of each group, numbered 1..n
@@ -37,6 +39,7 @@ class HostLimits:
     width: int = 0  # K: most drafts a row and step
     lookahead: int = 0  # cells past the committed length that the drafter writes
     prefix_cache: bool = True
+    state_every: int = 1  # pages from one kept state to the next, of the `state` group
     eos_token_ids: frozenset[int] = frozenset()
     seeds: random.Random = field(default_factory=random.SystemRandom)  # of requests that name no seed
     strict: bool = True  # a failed check raises; otherwise it is counted and ends the request with "error"
@@ -74,11 +77,11 @@ class HostLimits:
 
     def _check_positive(self) -> None:
         for name, least in (("page_size", 1), ("max_slots", 2), ("max_model_len", 2), ("chunk", 1), ("budget", 2),
-                            ("depth", 0), ("width", 0), ("lookahead", 0), ("max_sessions", 0), ("session_queue", 0),
-                            ("session_ttl", 0)):
+                            ("depth", 0), ("width", 0), ("lookahead", 0), ("state_every", 1), ("max_sessions", 0),
+                            ("session_queue", 0), ("session_ttl", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if not self.pages or min(self.pages) < 1 or any(w is not None and w < 1 for w in self.windows):
+        if not self.pages or min(self.pages) < 1 or any(w is not None and w < 1 and w != STATE for w in self.windows):
             raise ValueError(f"pages {self.pages}, windows {self.windows}: a group needs a page, a window a token")
 
     def adapter(self, name: str) -> Adapter:
@@ -92,8 +95,9 @@ class HostLimits:
         return min(full) * self.page_size - self.lookahead if full else self.max_model_len - 1
 
     def window_pages(self, window: int | None) -> int:
-        """Pages that a lone sequence holds at most while it is fed one token a step in a window group (0: full)."""
-        if window is None:
+        """Pages that a lone sequence holds at most while it is fed one token a step in a window group (0: full, and of
+        states, which it can do without)."""
+        if window is None or window == STATE:
             return 0
         # cells lo - W .. lo + lookahead, with both ends inside a page, and a page to spare; the whole sequence at most
         whole = -(-(self.kv_tokens + self.lookahead) // self.page_size)

@@ -61,6 +61,10 @@ class Ops:
     def copy(self, group: int, source: int, target: int) -> None:
         self._page_ops.append((PageOp.COPY, group, source, target))
 
+    def keep_state(self, group: int, cell: int, page: int) -> None:
+        """See wire.PageOp.KEEP_STATE."""
+        self._page_ops.append((PageOp.KEEP_STATE, group, cell, page))
+
     def save(self, group: int, page: int, host_page: int) -> None:
         self._page_ops.append((PageOp.SAVE, group, page, host_page))
 
@@ -81,7 +85,7 @@ class Ops:
         maps = [(slot, group, index, page) for slot, pages in self._maps.items()
                 for (group, index), page in pages.items()]
         kinds = {op[0] for op in self._page_ops}
-        if kinds & {PageOp.SAVE, PageOp.RESTORE} and PageOp.COPY in kinds:
+        if kinds & {PageOp.SAVE, PageOp.RESTORE} and kinds & {PageOp.COPY, PageOp.KEEP_STATE}:
             self.fence(seq)
         plan = StepPlan(seq, draft_width, list(self._releases), list(self._seats.values()), maps, self._page_ops,
                         list(self._drafts.values()), rows, fence=self._fence)

@@ -309,6 +309,7 @@ class Sessions:
         turn.lease, session.home, turn.home = None, turn.home, None
         if lease is not None:
             self._ledger.settle(lease, len(whole))
+            self._ledger.rest(lease, slot=0)
             lease, session.home = self._cut(lease, whole, common(session.tokens, whole))
             self._park(session, lease)
         return self._next(session)
@@ -401,6 +402,8 @@ class Sessions:
         epoch is ignored on both sides."""
         lease = old.lease
         assert lease is not None
+        if self._ledger.has_states and not exact:
+            return False  # its slot's state is where the device went on to
         try:
             new, past, kept = self._make(session, request)
         except RequestError:
@@ -450,7 +453,7 @@ class Sessions:
 
         A shared page is never written: where it holds cell n - 1, the lease goes back to the page's start, unless a
         fork, which copies the page, saves most of it."""
-        if n >= lease.draft_lo:
+        if 0 < lease.draft_lo <= n:
             return lease, None
         if n < lease.lo and n // self._ledger.page_size < len(lease.nodes) and n % self._ledger.page_size > 1:
             child, _ = self._ledger.fork(lease, tokens, n, lease.top)

@@ -132,6 +132,7 @@ class FallbackModel:
 
     graphs = False
     fixed = False
+    states = ()
 
     def __init__(self, causal: PreTrainedModel, router: Router, name: str, max_position: int,
                  eos_token_ids: tuple[int, ...]):

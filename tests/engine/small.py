@@ -11,9 +11,10 @@ import torch
 import transformers
 
 from stretto.attn.select import choose_backend
-from stretto.device.kv import KVCache, group_layers
+from stretto.device.kv import KVCache
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
+from stretto.device.states import kv_groups
 from stretto.device.streams import make_device
 from stretto.engine.core import EngineCore
 from stretto.host.grammar import Grammars
@@ -63,6 +64,11 @@ def family(name: str, window: int | None) -> tuple[type, transformers.Pretrained
             **SHAPE, **experts, head_dim=16, sliding_window=window or CONTEXT, rope_parameters={
                 "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64,
                 "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False})),
+        "qwen3_next": lambda: (t.Qwen3NextForCausalLM, t.Qwen3NextConfig(  # states, gated heads, a shared expert
+            **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16,
+            shared_expert_intermediate_size=32, linear_num_key_heads=2, linear_num_value_heads=4,
+            linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention", "full_attention",
+                                                                          "linear_attention"])),
         "granite": lambda: (t.GraniteForCausalLM, t.GraniteConfig(  # through the fallback
             **SHAPE, logits_scaling=3.0, attention_multiplier=0.3)),
         "olmo3": lambda: (t.Olmo3ForCausalLM, t.Olmo3Config(  # through the fallback
@@ -117,14 +123,15 @@ def make_core(model: CausalModel, *, page_size: int = 16, pool_tokens: int = 409
               window_pages: int | None = None, host_tokens: int = 0, **limits) -> EngineCore:
     """An engine whose pool holds `pool_tokens` in every group. Freed pages are unreadable where `poison` is set. Host
     memory holds `host_tokens` of each group, and whatever it has is copied back."""
-    groups = group_layers(model.layers)
+    groups = kv_groups(model)
     full = -(-pool_tokens // page_size)
     pages = tuple(full if g.window is None or window_pages is None else window_pages for g in groups)
     kv = KVCache(model.layers, groups, pages, page_size, model.dtype, model.device)
     context = min(CONTEXT, model.max_position)
     table = SlotTable(slots, context, page_size, len(groups), model.device)
     width = drafter.caps.max_width if drafter else host_width if host_drafter else 0
-    runner = Runner(model, choose_backend(model.layers, page_size, model.device, model.dtype), kv, table, drafter)
+    runner = Runner(model, choose_backend(model.layers, page_size, model.device, model.dtype), kv, table, drafter,
+                    width)
     if host_tokens:
         counts = tuple(-(-host_tokens // page_size) for _ in groups)
         limits = {"host_pages": counts, "page_bytes": runner.keep_on_host(counts).page_bytes,

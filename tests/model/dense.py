@@ -15,7 +15,7 @@ class DenseAttend:
 
     def __init__(self, layers: tuple[LayerSpec, ...], sequences: int = 1, states: tuple[StateSpec, ...] = ()):
         self.layers, self.seen = layers, [0] * sequences
-        self.parts = [[PartMemory(torch.zeros(sequences + 1, 1, *shape), torch.zeros(1, *shape)) for shape in spec.parts]
+        self.parts = [[PartMemory(torch.zeros(sequences + 1, 1, *part), torch.zeros(1, *part)) for part in spec.parts]
                       for spec in states]
         self.cache: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.lengths: list[int] = []
