@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.engine_gpu import SHAPES, RandomSource
 from stretto.attn.select import choose_backend
-from stretto.device.graphs import GraphExecutor, bucket_of, usual_shapes
+from stretto.device.graphs import GraphExecutor, tokens_bucket, usual_shapes
 from stretto.device.kv import KVCache, group_layers
 from stretto.device.runner import Executor, Runner
 from stretto.device.slots import SlotTable
@@ -241,7 +241,7 @@ class Bench:
         self.sent = 0
 
     def cost(self) -> CostModel:
-        return CostModel(self.samples, self.limits.budget, bucket_of)
+        return CostModel(self.samples, self.limits.budget, tokens_bucket)
 
     def policies(self) -> dict[str, Elastic]:
         shared, slots = self.cost(), self.seqs + 1

@@ -39,6 +39,7 @@ LEAST_POINTS = 4  # that are measured even where they take longer
 LONG_STEP = 0.2  # seconds from which one run is enough
 SHORT_CONTEXT, LONG_CONTEXT = 32, 2048
 ROWS = (1, 4, 16, 64, 256)
+FULL_ROWS = (24, 48, 96)  # also, each with all its drafts: where steps begin to compute more than they read
 FIRST_EPOCH = 1 << 30  # no turn will have it
 
 
@@ -75,7 +76,8 @@ def points(limits: HostLimits) -> list[Point]:
         found += [Point(n, short), Point(n, short, limits.width), Point(n, short, draft_width=own)]
     found += [Point(1, 0, chunk=n) for n in chunks[1:-1]]
     found += [Point(1, min(long, room - chunks[-1]), chunk=chunks[-1])]
-    found += [Point(n, long) for n in rows[1:]] + [Point(n, short, limits.width // 2) for n in rows]
+    found += [Point(n, short, limits.width) for n in FULL_ROWS if n < rows[-1]] + [Point(n, long) for n in rows[1:]]
+    found += [Point(n, short, limits.width // 2) for n in rows]
     most = min(limits.kv_tokens, limits.max_model_len)
     return [p for p in dict.fromkeys(found) if p.context >= 0 and _cells(p, limits) <= most]
 

@@ -2,7 +2,9 @@
 
     survival[i, j] = P(row i is offered draft j) * P(accepted | offered, all before it accepted), multiplied up to j
 
-A row that has been verified often speaks for itself; a new one is believed to be like the others. No torch here.
+A row that has been verified often speaks for itself; a new one is believed to be like the others. How much a row's own
+counts say depends on how different rows are, which is estimated, too (empirical Bayes, as in Efron and Morris 1973):
+where all are alike, whoever was lucky lately would otherwise get the drafts. No torch here.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ import numpy as np
 ROW_MEMORY = 0.96  # of a row's counts, kept with each step, verified or not: what is old says little
 ALL_MEMORY = 0.99  # of everybody's counts, kept with each verified row
 OFFER_MEMORY = 0.8  # offers come in runs (a matching n-gram), so they are forgotten sooner
-WEIGHT = 10.0  # verified drafts by which everybody's average counts in a row's estimate
+WEIGHT = 10.0  # verified drafts by which everybody's average counts in a row's estimate, at first
+LEAST_WEIGHT, MOST_WEIGHT = 4.0, 250.0  # where rows differ much, and not at all
+COMPARING = 0.1  # share by which a step with many rows moves the estimate of how different they are
+LEAST_TRIED = 3.0  # counts of a row from which it tells how different rows are
 FIRST_GUESS = 0.7  # before anything was verified
 
 
@@ -23,6 +28,9 @@ class Acceptance:
         self.width = width
         self._tried = np.zeros((n_slots, width))  # drafts at each place whose predecessors were accepted
         self._passed = np.zeros((n_slots, width))
+        self._squares = np.zeros(n_slots)  # of the weights that first drafts have in the counts
+        self._spread = FIRST_GUESS * (1 - FIRST_GUESS) / WEIGHT  # variance of true acceptance between rows
+        self._weight = WEIGHT
         self._offered = np.ones((n_slots, width))  # share of the steps in which a draft stood there, though it might
         self._all_tried = np.zeros(width)
         self._all_passed = np.zeros(width)
@@ -30,7 +38,7 @@ class Acceptance:
 
     def forget(self, slot: int) -> None:
         """The slot has a new occupant, of whom nothing is known."""
-        self._tried[slot] = self._passed[slot] = 0.0
+        self._tried[slot] = self._passed[slot] = self._squares[slot] = 0.0
         self._offered[slot] = self._all_offered
 
     def remember(self, slot: int) -> np.ndarray:
@@ -39,6 +47,7 @@ class Acceptance:
 
     def recall(self, slot: int, known: np.ndarray) -> None:
         self._tried[slot], self._passed[slot], self._offered[slot] = known
+        self._squares[slot] = self._tried[slot, :1].sum()
 
     def note(self, slots: np.ndarray, allowed: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
         """Rows of one step, all [R] and each slot once: a row might verify `allowed` drafts, was offered `verified` of
@@ -57,15 +66,32 @@ class Acceptance:
         keep = ALL_MEMORY ** int(tried.any(1).sum())  # at every place: what was not tried for long fades
         self._all_tried = keep * self._all_tried + tried.sum(0)
         self._all_passed = keep * self._all_passed + passed.sum(0)
+        if self.width:
+            self._squares[slots] += tried[:, 0]
+            self._compare(slots)
+
+    def _compare(self, slots: np.ndarray) -> None:
+        """How different rows are: the variance of their rates at the first place, less what chance alone makes of it."""
+        slots = slots[self._tried[slots, 0] >= LEAST_TRIED]
+        if len(slots) < 2:
+            return
+        tried, passed = self._tried[slots, 0], self._passed[slots, 0]
+        mean = passed.sum() / tried.sum()
+        chance = mean * (1 - mean) * (self._squares[slots] / tried**2).mean()
+        found = ((passed / tried - mean) ** 2).sum() / (len(slots) - 1) - chance
+        self._spread += COMPARING * len(slots) / (len(slots) + 16) * (found - self._spread)
+        self._weight = min(max(mean * (1 - mean) / max(self._spread, 1e-9), LEAST_WEIGHT), MOST_WEIGHT)
 
     def step(self, slots: np.ndarray) -> None:
         """Time passes for these slots."""
         self._tried[slots] *= ROW_MEMORY
         self._passed[slots] *= ROW_MEMORY
+        self._squares[slots] *= ROW_MEMORY**2
 
     def survival(self, slots: np.ndarray) -> np.ndarray:
         """slots [R] -> [R, width]: the chance that each draft brings a token; falls from left to right."""
-        rate = (self._passed[slots] + WEIGHT * np.asarray(self.usual())) / (self._tried[slots] + WEIGHT)
+        weight = self._weight
+        rate = (self._passed[slots] + weight * np.asarray(self.usual())) / (self._tried[slots] + weight)
         return np.cumprod(rate, axis=1) * self.offered(slots)
 
     def offered(self, slots: np.ndarray) -> np.ndarray:

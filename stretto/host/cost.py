@@ -23,6 +23,7 @@ import numpy as np
 LEAST_RATIO, MOST_RATIO = 0.5, 2.0  # of a measured step to its prediction, beyond which it is an outlier
 SCALE_RATE, CURVE_RATE = 0.02, 0.05  # shares by which one step moves the corrections
 REFRESH = 16  # steps after which corrections come into force
+TABLES = 1024  # of sizes, kept for numbers of rows
 
 
 class StepWork(NamedTuple):
@@ -75,15 +76,18 @@ def non_negative_least_squares(a: np.ndarray, b: np.ndarray, rounds: int = 2000)
     return x
 
 
-class CostModel:
-    """Seconds of a step. `padded(tokens)`: how many tokens the device computes for so many; the identity where sizes
-    are exact. `most`: tokens of the largest step."""
+Padding = Callable[[int, int, bool], int]
+"""(rows, tokens, whether no row holds more than a verify window) -> tokens that the device computes for so many."""
 
-    def __init__(self, samples: Sequence[tuple[StepWork, float]], most: int,
-                 padded: Callable[[int], int] | None = None):
+
+class CostModel:
+    """Seconds of a step. `padded`: None where sizes are exact. `most`: tokens of the largest step."""
+
+    def __init__(self, samples: Sequence[tuple[StepWork, float]], most: int, padded: Padding | None = None):
         """Raises ValueError without samples of at least two token counts."""
-        self._padded = np.fromiter((n if padded is None else padded(n) for n in range(most + 1)), np.int64, most + 1)
-        counts = sorted({int(self._padded[min(work.tokens, most)]) for work, _ in samples})
+        self.most, self._padded = most, padded
+        self._tables: dict[tuple[int, bool], np.ndarray] = {}  # by rows: the computed tokens of every count
+        counts = sorted({int(self.computed(work, work.tokens)) for work, _ in samples})
         if len(counts) < 2:
             raise ValueError(f"steps of {counts} tokens were measured: a curve needs two different counts")
         self._knots = np.asarray(counts, dtype=float)
@@ -93,34 +97,47 @@ class CostModel:
         self._scale = 1.0
         self._corrections = np.ones(len(counts))  # at the knots
         self._observed = 0
-        self._curve = self._tabulate()
-        self._corrected = np.ones(most + 1)  # the corrections for every token count
+        self._curve = self._tabulate()  # by computed tokens
+        self._corrected = np.ones(most + 1)  # the corrections, likewise
 
     def _fit(self, samples: Sequence[tuple[StepWork, float]]) -> np.ndarray:
         """Relative errors count alike for short and long steps."""
         seconds = np.asarray([s for _, s in samples])
-        rows = np.stack([_features(work, self._tokens(work.tokens), self._knots) for work, _ in samples])
+        rows = np.stack([_features(work, int(self.computed(work, work.tokens)), self._knots) for work, _ in samples])
         size = np.maximum(rows.max(0), 1e-12)
         return non_negative_least_squares(rows / size / seconds[:, None], np.ones(len(samples))) / size
 
-    def _tokens(self, tokens: int) -> int:
-        return int(self._padded[min(max(tokens, 0), len(self._padded) - 1)])
+    def computed(self, work: StepWork, tokens: int | np.ndarray) -> np.ndarray:
+        """How many tokens the device computes for a step like this that holds so many; scalar or [N], at most `most`."""
+        at = np.clip(tokens, 0, self.most)
+        if self._padded is None:
+            return at
+        short, key = work.pairs == 0, (work.rows, work.pairs == 0)
+        if key not in self._tables:
+            if len(self._tables) >= TABLES:
+                self._tables.clear()
+            sizes, n = [], 0
+            while n <= self.most:  # each size in turn: there are few
+                sizes.append(self._padded(work.rows, n, short))
+                n = sizes[-1] + 1
+            self._tables[key] = np.minimum(sizes, self.most)
+        sizes = self._tables[key]
+        return sizes[np.searchsorted(sizes, at)]
 
     def _tabulate(self) -> np.ndarray:
-        """The fixed part and the curve for every token count, [most + 1]."""
+        """The fixed part and the curve for every number of computed tokens, [most + 1]."""
         n = len(self._knots) - 1
         heights = self._coefficients[0] + np.concatenate([[0.0], np.cumsum(self._coefficients[1 : 1 + n])])
         slope = self._coefficients[n] / (self._knots[-1] - self._knots[-2])
-        curve = np.interp(self._padded, self._knots, heights)
-        return curve + slope * np.maximum(self._padded - self._knots[-1], 0)
+        counts = np.arange(self.most + 1)
+        return np.interp(counts, self._knots, heights) + slope * np.maximum(counts - self._knots[-1], 0)
 
     def seconds(self, work: StepWork) -> float:
-        at = min(work.tokens, len(self._curve) - 1)
-        return self._scale * float(self._corrected[at]) * (float(self._curve[at]) + self._linear(work))
+        return float(self.curve(work, work.tokens))
 
-    def curve(self, work: StepWork, tokens: np.ndarray) -> np.ndarray:
-        """Seconds of `work` if it held so many tokens instead; tokens [N] -> [N]."""
-        at = np.minimum(tokens, len(self._curve) - 1)
+    def curve(self, work: StepWork, tokens: int | np.ndarray) -> np.ndarray:
+        """Seconds of `work` if it held so many tokens instead; scalar or tokens [N] -> [N]."""
+        at = self.computed(work, tokens)
         return self._scale * self._corrected[at] * (self._curve[at] + self._linear(work))
 
     def _linear(self, work: StepWork) -> float:
@@ -142,17 +159,18 @@ class CostModel:
             return predicted
         ratio = min(max(seconds / predicted, LEAST_RATIO), MOST_RATIO)
         self._scale *= ratio**SCALE_RATE
-        nearest = int(np.abs(self._knots - self._tokens(work.tokens)).argmin())
+        nearest = int(np.abs(self._knots - self.computed(work, work.tokens)).argmin())
         self._corrections[nearest] *= ratio**CURVE_RATE
         self._observed += 1
         if self._observed % REFRESH == 0:
-            self._corrected = np.interp(self._padded, self._knots, self._corrections)
+            self._corrected = np.interp(np.arange(self.most + 1), self._knots, self._corrections)
         return predicted
 
     def describe(self) -> list[dict[str, float]]:
         """The curve at its knots, for people."""
-        seconds = self.curve(StepWork(0, 0, 0), self._knots.astype(int))
-        return [{"tokens": int(n), "milliseconds": round(1e3 * float(s), 3)} for n, s in zip(self._knots, seconds)]
+        at = self._knots.astype(int)
+        seconds = self._scale * self._corrected[at] * self._curve[at]
+        return [{"tokens": int(n), "milliseconds": round(1e3 * float(s), 3)} for n, s in zip(at, seconds)]
 
 
 class StepClock:

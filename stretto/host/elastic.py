@@ -38,6 +38,7 @@ PROBE_EXTRA = 0.03  # of a plain step's time that one probe may add, where more 
 PROBE_LEAST = 8  # steps between probes, at least
 SURPRISE = 0.05  # by which the usual acceptance must have risen in a probe, so that another follows at once
 REMEMBERED = 4096  # requests and sessions without a slot
+PREPARING = 0.06  # seconds that the device takes for a step of a new size, which is then used again and again
 LEAST_CHUNK = 64  # prompt tokens of a step that a latency goal leaves, at least
 
 
@@ -115,6 +116,7 @@ class Elastic:
         self._probe_in = PROBE_LEAST
         self._believed = 1.0  # acceptance of first drafts at the last probe
         self._flights: dict[int, _Flight] = {}
+        self._sizes = Sizes(cost, widths[-1], 0.0 if exact else PREPARING)
         self._occupants: dict[int, Hashable] = {}  # slot -> who sits there
         self._known: OrderedDict[Hashable, np.ndarray] = OrderedDict()  # of those that left
 
@@ -203,8 +205,9 @@ class Elastic:
         ranked = _ranked(gains)
         gain, tokens = _cumulated(gains, costs, ranked)
         chunk = demand.chunk_tokens if self.goal is None else min(demand.chunk_tokens, LEAST_CHUNK)
-        seconds = self.cost.curve(self._work(demand, rows, 0, chunk), rows + chunk + tokens)
-        n = int((gain - rate * self._bounded(seconds)).argmax())
+        work = self._work(demand, rows, 0, chunk)
+        seconds = self.cost.curve(work, rows + chunk + tokens)
+        n = self._sizes.best(work, rows + chunk + tokens, gain / rate - self._bounded(seconds))
         if self._probe_in < 0:
             n = max(n, self._probe_size(seconds))
             self._probe_in = self._probe_interval(rows, seconds, n)
@@ -225,7 +228,7 @@ class Elastic:
             return demand.chunk_tokens
         sizes = np.arange(LEAST_CHUNK, demand.chunk_tokens + 1)
         rows = len(demand.slots)
-        work = self._work(demand, rows, 0, demand.chunk_tokens)._replace(pairs=0)
+        work = self._work(demand, rows, 0, demand.chunk_tokens)._replace(pairs=1)  # the others are added below
         seconds = self.cost.curve(work, rows + drafts + sizes) + self.cost.attending(sizes * demand.chunk_context)
         return int(sizes[max(0, int(np.searchsorted(seconds, self.goal, side="right")) - 1)])
 
@@ -263,7 +266,9 @@ class Elastic:
         if not self.on_host:
             self._drafted = draft_width
         allowed = {slot: min(cap - 1, choice.verifiable) for slot, cap in caps.items()}
-        self._flights[seq] = _Flight(choice, choice.work._replace(tokens=tokens, draft_width=draft_width), allowed)
+        work = choice.work._replace(tokens=tokens, draft_width=draft_width)
+        self._sizes.ran(work)
+        self._flights[seq] = _Flight(choice, work, allowed)
         self.counters.steps += 1
         self.counters.speculating_steps += any(allowed.values())
         for n in allowed.values():
@@ -291,6 +296,48 @@ class Elastic:
             plain = flight.choice.plain_seconds + max(0.0, emitted / len(rows) - 1) * flight.choice.round_seconds
             counters.plain_seconds += plain
             counters.regret_seconds += max(0.0, seconds - plain)
+
+
+class Sizes:
+    """Which sizes of steps the device is prepared for. It captures a graph for each, which takes as long as some steps
+    and some memory. So a size that is new is used only once new ones have promised to save as much as that costs:
+
+        promised     ...:::|||   prepare the best     ...:::|||   prepare ...        until nothing is left to gain
+    """
+
+    def __init__(self, cost: CostModel, width: int, preparing: float):
+        """It is prepared for rows without drafts, and for rows with `width` drafts each, from the start."""
+        self._cost, self._width, self._preparing = cost, width, preparing
+        self._prepared: dict[tuple[bool, int], np.ndarray] = {}  # of (short, size without drafts): bool, by size
+        self._promised: dict[tuple[bool, int], float] = {}  # seconds
+
+    def _of(self, work: StepWork) -> tuple[tuple[bool, int], np.ndarray]:
+        short, base = work.pairs == 0, int(self._cost.computed(work, work.rows))
+        found = self._prepared.get((short, base))
+        if found is None:
+            found = self._prepared[short, base] = np.zeros(self._cost.most + 1, dtype=bool)
+            if short:
+                found[self._cost.computed(work, np.asarray([base, base * (1 + self._width)]))] = True
+        return (short, base), found
+
+    def ran(self, work: StepWork) -> None:
+        self._of(work)[1][self._cost.computed(work, work.tokens)] = True
+
+    def best(self, work: StepWork, tokens: np.ndarray, value: np.ndarray) -> int:
+        """The best of some variants of a step, by `value` in seconds; the first one has no drafts. tokens, value [N]."""
+        best = int(value.argmax())
+        if not self._preparing:
+            return best
+        (key, prepared), sizes = self._of(work), self._cost.computed(work, tokens)
+        if prepared[sizes[best]]:
+            return best
+        familiar = np.where(prepared[sizes], value, -np.inf)
+        familiar[0] = value[0]
+        other = int(familiar.argmax())
+        promised = self._promised.get(key, 0.0) + float(value[best] - value[other])
+        pays = promised >= self._preparing
+        self._promised[key] = 0.0 if pays else promised
+        return best if pays else other
 
 
 def _ranked(gains: np.ndarray) -> np.ndarray:

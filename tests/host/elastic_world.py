@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stretto.device.graphs import tokens_bucket
 from stretto.host.cost import CostModel, StepWork
 from stretto.host.elastic import Demand, Elastic
 from stretto.wire import RowResult, StepResult
@@ -22,17 +23,8 @@ LAUNCHES = 0.35e-3
 CHUNK = 2048
 
 
-def padded(tokens: int) -> int:
-    """Buckets of at most a quarter of padding."""
-    for size in (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128):
-        if tokens <= size:
-            return size
-    step = 32 if tokens <= 512 else 128
-    return -(-tokens // step) * step
-
-
 def true_seconds(work: StepWork) -> float:
-    n = padded(work.tokens)
+    n = tokens_bucket(work.rows, work.tokens, not work.pairs)
     products = max(BYTES / RATE, FLOPS * n / PRODUCTS) + 0.1 * min(BYTES / RATE, FLOPS * n / PRODUCTS)
     attention = work.context * CELL / RATE + 4 * 32 * 4096 * work.pairs / 4.5e14
     proposals = (0.05e-3 + 2e-7 * work.rows * work.draft_width) if work.draft_width else 0.0
@@ -44,6 +36,7 @@ def profile() -> list[tuple[StepWork, float]]:
     works = [StepWork(r, r * (1 + k), r * c) for r in (1, 4, 16, 64, 256) for k in (0, 1, 3, 7) for c in (64, 2048)
              if r * c <= 600_000]
     works += [StepWork(r, r, r * 64, draft_width=WIDTH) for r in (1, 16, 256)]
+    works += [StepWork(r, r * (1 + WIDTH), r * 64) for r in (24, 48, 96)]
     works += [StepWork(1, n, n, n * c) for n in (512, 2048, 8192) for c in (0, 4096)]
     return [(work, true_seconds(work)) for work in works]
 
@@ -82,7 +75,7 @@ class ByTokens:
 
 
 def elastic(exact: bool = False, goal: float | None = None) -> Elastic:
-    cost = CostModel(profile(), MOST_TOKENS, None if exact else padded)
+    cost = CostModel(profile(), MOST_TOKENS, None if exact else tokens_bucket)
     return Elastic(cost, 257, (0, WIDTH), exact, goal)
 
 
