@@ -385,7 +385,8 @@ class Sessions:
 
     def _start(self, session: Session, request: Request) -> None:
         turn, past, kept = self._make(session, request)
-        shared = common(session.tokens, turn.tokens)
+        shared = _shared(session, turn, kept)
+        turn.begins = (session.tokens, shared)
         turn.expected = min(session.proved, shared, turn.adoptable)
         turn.home, session.home = session.home, None
         if session.lease is not None:
@@ -409,7 +410,7 @@ class Sessions:
         except RequestError:
             return False  # told by `_next`
         n = len(old.tokens)
-        if new.tokens[:n] != old.tokens or not lease.lo <= new.adoptable or not new.ready:
+        if _shared(session, new, kept) < n or not lease.lo <= new.adoptable or not new.ready:
             return False
         del self._waiting[session.waiting.popleft().rid]
         new.expected = lease.lo
@@ -535,6 +536,16 @@ class Sessions:
             waiting=len(session.waiting), last_turn=session.last_turn,  # type: ignore[arg-type]
             idle_seconds=0.0 if session.turn is not None else max(0.0, now - session.used), ttl=session.ttl,
             capacity=session.capacity)
+
+
+def _shared(session: Session, turn: Turn, kept: int) -> int:
+    """How many first ids a new turn has in common with the session's history. Histories are long, and most turns are
+    known to begin with all of theirs: only the others are compared."""
+    order = turn.job.request.session
+    assert order is not None
+    if order.mode == "tag" or (kept == len(session.tokens) and order.after is None):
+        return kept
+    return common(session.tokens, turn.tokens)
 
 
 def _need_idle(session: Session, verb: str) -> None:

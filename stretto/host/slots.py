@@ -37,6 +37,12 @@ class Left(NamedTuple):
     pages: list[list[int]]
     seam: int = -1  # the length at whose end its SEAM column stands; -1: nobody knows
 
+    def shared(self, turn: Turn) -> int:
+        """How many first ids of its log are those of the turn."""
+        if turn.begins is not None and turn.begins[0] is self.tokens:  # known since it was submitted
+            return turn.begins[1]
+        return common(self.tokens, turn.tokens)
+
     def changes(self, pages: list[list[int]]) -> list[Mapping]:
         """What makes its page tables those of a lease."""
         return [(g, i, page) for g, (had, has) in enumerate(zip(self.pages, pages))
@@ -85,7 +91,7 @@ class Slots:
         else:
             turn.slot = left.slot
             self._free.remove(turn.slot)
-            log_from, changes = common(left.tokens, turn.tokens), left.changes(lease.pages)
+            log_from, changes = left.shared(turn), left.changes(lease.pages)
         self._forget(self._leavers[turn.slot])
         self._occupy(turn)
         self._ops.seat(seat_of(turn, lease, fresh=left is None, seam=seam, log_from=log_from))
@@ -112,7 +118,7 @@ class Slots:
         left = self._left.get(turn.session) if turn.session is not None else None
         if left is None or turn.lease is None or turn.lease.draft_lo != turn.lease.lo:
             return False
-        return left.seam == turn.lease.lo and left.tokens[: left.seam] == turn.tokens[: left.seam]
+        return left.seam == turn.lease.lo <= left.shared(turn)
 
     def leave(self, turn: Turn, returns: bool = False, exact: bool = False) -> None:
         """The slot is free again; whatever is in flight for this epoch will find nobody. `returns`: the turn's session

@@ -50,6 +50,7 @@ class Turn:
     unforked: int = 0  # choices that wait for this turn's first sampled id
     session: Session | None = None
     expected: int = 0  # ids whose KV the session held, or would hold had it not been taken
+    begins: tuple[list[int], int] | None = None  # (a session's ids, how many of them it begins with)
     grammar: GrammarState | None = None
     lease: Lease | None = None
     home: Node | None = None  # where its pages are once it gave them up, of ledgers that share none
