@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from stretto.ops import skinny, triton_fixed, triton_layer, triton_ngram, triton_skinny, triton_step
+from stretto.ops import skinny, triton_fixed, triton_layer, triton_ngram, triton_recurrent, triton_skinny, triton_step
 
 DATA = ("x", "w", "norm", "bias", "out", "weight", "gate_up", "q_weight", "k_weight", "k_cache", "v_cache")
 FLOATS = ("table", "reals", "logits", "values", "partial")
@@ -90,12 +90,24 @@ def step_kernels(arch: int, pdl: bool):
     yield "pack", build(triton_step.pack_kernel, dict(WIDTH=8, OFFERS=8, PDL=pdl), 1, arch, {"out": "*i32"})
 
 
+def recurrent_kernels(arch: int, pdl: bool):
+    states = {name: "*fp32" for name in ("memory", "page_states", "out", "q", "k", "v", "decay", "beta")}
+    states |= {"pages": "*i64", "rows": "*i64"}
+    sizes = dict(CELLS=6, WIDTH=4, PDL=pdl)
+    yield "convolution", build(triton_recurrent.conv_kernel, sizes | dict(BLOCK=256), 4, arch, states)
+    yield "its states", build(triton_recurrent.conv_state_kernel, sizes | dict(PAGE=16, BLOCK=64, COLUMNS=4), 4, arch,
+                              states)
+    sizes = dict(CELLS=6, HEADS=32, EACH=2, K=128, V=128, BK=128, BV=32, PDL=pdl)
+    yield "delta rule", build(triton_recurrent.delta_rule_kernel, sizes, 4, arch, states)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("arch", type=int)
     arch = parser.parse_args().arch
     torch.set_num_threads(1)
-    for kernels in (layer_kernels, skinny_kernels, fixed_kernels, step_kernels):
+    for kernels in (layer_kernels, skinny_kernels, fixed_kernels, step_kernels,
+                    recurrent_kernels):
         for name, shared in kernels(arch, arch >= 90):
             print(json.dumps({name: shared}))
 

@@ -86,7 +86,7 @@ class GatedDeltaNet:
         q, k, v = mixed.split([s.keys, s.keys, s.values], dim=1)
         q, k = (_unit(part.view(-1, s.k_heads, s.k_dim)) for part in (q, k))
         decay = -self.decay.float().exp() * F.softplus(a.float() + self.bias.float())
-        out = gated_delta_rule(q * s.k_dim**-0.5, k, v.reshape(-1, s.v_heads, s.v_dim), decay, b.float().sigmoid(),
+        out = gated_delta_rule(q * s.k_dim**-0.5, k, v.unflatten(1, (s.v_heads, s.v_dim)), decay, b.float().sigmoid(),
                                delta, states.where)
         gated = F.rms_norm(out, (s.v_dim,), self.norm.float(), self.eps) * F.silu(z.float().view(out.shape))
         return gated.view(len(x), -1).to(x.dtype)
