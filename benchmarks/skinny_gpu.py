@@ -12,14 +12,17 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from multiprocessing import get_context
 
 import torch
 
-from stretto.ops.triton_skinny import Blocks, launch_few_rows, launch_one_row
+from stretto.ops.launch import shared_memory
+from stretto.ops.skinny import blocks_for
+from stretto.ops.triton_skinny import Blocks, SomeRows, launch_few_rows, launch_one_row
+from stretto.ops.triton_some_rows import launch_some_rows
 
 SHAPES = {  # outputs, inputs, gated
     "8b qkv": (6144, 4096, False), "8b o": (4096, 4096, False), "8b gate_up": (14336, 4096, True),
@@ -43,11 +46,35 @@ def few_rows_blocks(bm: int, gated: bool) -> list[Blocks]:
     return [Blocks(*shape, split) for shape in fits for split in ((1,) if gated else (1, 2, 4))]
 
 
-def all_blocks() -> Iterator[tuple[int, bool, Blocks]]:
-    for gated in (False, True):
-        yield from ((1, gated, b) for b in one_row_blocks())
-        for m in (16, 32, 64):
-            yield from ((m, gated, b) for b in few_rows_blocks(m, gated))
+def some_rows_blocks(bm: int, gated: bool) -> list[Blocks]:
+    """Of the kernel whose tiles come by the copy engine; bm: rows of a tile, 64 to 256."""
+    shapes = [(32, 64, 6, 4), (32, 128, 4, 4), (32, 256, 4, 4), (64, 64, 3, 8), (64, 64, 4, 8), (64, 64, 6, 4),
+              (64, 128, 3, 4), (64, 128, 4, 8), (128, 64, 3, 8), (128, 64, 4, 8), (128, 64, 6, 8), (128, 128, 3, 8),
+              (256, 64, 3, 8)]
+    fits = [s for s in shapes if (s[0] * (1 + gated) + bm) * s[1] * 2 * s[2] < 220_000
+            and s[0] * (1 + gated) * bm <= 128 * 32 * s[3]]  # at most 128 registers of a thread hold sums
+    return [SomeRows(*shape, split, ahead=64) for shape in fits for split in ((1,) if gated else (1, 2, 3, 4))]
+
+
+def candidates(m: int, outputs: int, inputs: int, gated: bool, kernels: list[str]) -> list[Blocks]:
+    """Those of the kernels asked for, and what `ops.skinny` chooses."""
+    found: list[Blocks] = []
+    if m == 1 and "one" in kernels:
+        found += one_row_blocks()
+    if 1 < m <= 64 and "few" in kernels:
+        found += few_rows_blocks(max(16, m), gated)
+    if m > 1 and "some" in kernels:
+        found += some_rows_blocks(max(64, 1 << (m - 1).bit_length()), gated)
+    chosen = blocks_for(m, outputs, inputs, gated, shared_memory(torch.device("cuda")))
+    found += [chosen] if chosen is not None and chosen not in found else []
+    return [b for b in found if outputs % b.outputs == 0 and inputs % (b.columns * b.split) == 0]
+
+
+def all_blocks(args: argparse.Namespace) -> list[tuple[int, bool, Blocks]]:
+    """Without repetition, by number of rows."""
+    found = [(m, SHAPES[name][2], blocks) for m in args.rows for name in args.shapes
+             for blocks in candidates(m, *SHAPES[name], args.kernels)]
+    return list(dict.fromkeys(found))
 
 
 @cache
@@ -69,7 +96,9 @@ def compile_one(task: tuple[int, bool, Blocks]) -> str | None:
 
 
 def launch(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: Blocks, gated: bool) -> None:
-    if len(x) == 1:
+    if isinstance(blocks, SomeRows):
+        launch_some_rows(x, w, out, blocks, True, arrivals(), gated=gated)
+    elif len(x) == 1:
         launch_one_row(x, w, out, blocks, True, gated=gated)
     else:
         launch_few_rows(x, w, out, blocks, True, arrivals(), gated=gated)
@@ -106,7 +135,7 @@ def over(ws: list[torch.Tensor], product: Callable[..., object]) -> None:
         product(w=w)
 
 
-def measure(name: str, rows: list[int]) -> dict:
+def measure(name: str, rows: list[int], kernels: list[str]) -> dict:
     n, k, gated = SHAPES[name]
     gigabytes = n * (1 + gated) * k * 2 / 1e9
     ws = [torch.randn(n * (1 + gated), k, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -118,9 +147,7 @@ def measure(name: str, rows: list[int]) -> dict:
         want = torch_product(x, ws[0], gated).float()
         base = graph_time(partial(over, ws, partial(torch_product, x, gated=gated))) / len(ws) * 1e3
         found = []
-        for blocks in one_row_blocks() if m == 1 else few_rows_blocks(max(16, m), gated):
-            if n % blocks.outputs or k % (blocks.columns * blocks.split):
-                continue
+        for blocks in candidates(m, n, k, gated, kernels):
             try:
                 out.fill_(float("nan"))
                 launch(x, ws[0], out, blocks, gated)
@@ -134,23 +161,27 @@ def measure(name: str, rows: list[int]) -> dict:
                 if "shared memory" not in str(e) and "out of resource" not in str(e):
                     print("FAILED", name, m, blocks, str(e)[:200])
         found.sort(key=lambda f: f[0])
-        result[m] = {"torch_us": base, "best": [(us, vars(b)) for us, b in found[:6]]}
+        result[m] = {"torch_us": base, "best": [(us, type(b).__name__, vars(b)) for us, b in found[:6]]}
         print(f"{name:14} m {m:3}: torch {base:7.1f} us {gigabytes / base * 1e6:5.0f} GB/s | " + " | ".join(
-            f"{us:6.1f} {gigabytes / us * 1e6:5.0f} ({b.outputs},{b.columns},{b.stages},{b.warps},{b.split},{b.ahead})"
-            for us, b in found[:4]), flush=True)
+            f"{us:6.1f} {gigabytes / us * 1e6:5.0f} {named(b)}" for us, b in found[:4]), flush=True)
     return result
+
+
+def named(b: Blocks) -> str:
+    return f"{type(b).__name__}({b.outputs},{b.columns},{b.stages},{b.warps},{b.split},{b.ahead})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--kernels", nargs="+", default=["one", "few", "some"])
     parser.add_argument("--json")
     args = parser.parse_args()
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 14), get_context("spawn")) as pool:
-        failures = [f for f in pool.map(compile_one, all_blocks()) if f]
+        failures = [f for f in pool.map(compile_one, all_blocks(args)) if f]
     print(len(failures), "candidates do not run:", set(failures))
-    results = {name: measure(name, args.rows) for name in args.shapes}
+    results = {name: measure(name, args.rows, args.kernels) for name in args.shapes}
     if args.json:
         with open(args.json, "w") as out:
             json.dump(results, out, indent=1)

@@ -152,8 +152,9 @@ class Lab:
             torch.cuda.synchronize()
         events = sorted((e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA),
                         key=lambda e: e.time_range.start)
-        rotations = [i for i, e in enumerate(events) if e.name == "rotate_kernel"]
-        a, b = rotations[len(rotations) // 2], rotations[len(rotations) // 2 + 1]
+        layers = [i for i, e in enumerate(events)
+                  if e.name == "attend_kernel" and (i == 0 or events[i - 1].name != "attend_kernel")]
+        a, b = layers[len(layers) // 2], layers[len(layers) // 2 + 1]
         zero, ended = events[a].time_range.start, events[a - 1].time_range.end
         print(f"== {rows}: one layer {events[b].time_range.end - events[a].time_range.end:.1f} us")
         for e in events[a : b + 1]:

@@ -42,6 +42,11 @@ class OneRow(Blocks):
     """A launch of the kernel for a single row."""
 
 
+@dataclass(frozen=True)
+class SomeRows(Blocks):
+    """A launch of the kernel in `triton_some_rows`."""
+
+
 @triton.jit
 def _silu(x):
     return x / (1.0 + tl.exp(-x))
@@ -202,7 +207,7 @@ def launch_few_rows(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks:
     few_rows_kernel[(n // blocks.outputs, split)](
         x, w, x if norm is None else norm, x if bias is None else bias, out, partial, arrivals, m, n, inputs,
         x.stride(0), eps, BM=tokens, BN=blocks.outputs, BK=blocks.columns, SPLIT=split, STAGES=blocks.stages,
-        AHEAD=blocks.ahead, PIECE=blocks.piece, NORM=norm is not None, BIAS=bias is not None, GATED=gated, ADD=add, PDL=pdl,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        AHEAD=blocks.ahead, PIECE=blocks.piece, NORM=norm is not None, BIAS=bias is not None, GATED=gated, ADD=add,
+        PDL=pdl, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         UPCAST=INTERPRETED and x.dtype == torch.bfloat16, num_warps=blocks.warps,
         **({"launch_pdl": True} if pdl else {}))
