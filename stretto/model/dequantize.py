@@ -1,4 +1,5 @@
-"""Quantised checkpoints as if they were not: a WeightSource that gives each weight back as floating-point numbers.
+"""Quantised checkpoints as if they were not: a WeightSource that gives each weight back as floating-point numbers, or
+packed (`ops.packed`) where its layout can be written so.
 
 Layouts are recognised tensor by tensor, so that a checkpoint may leave some layers as they were. X is a layer's name.
 
@@ -12,7 +13,7 @@ Layouts are recognised tensor by tensor, so that a checkpoint may leave some lay
     mxfp4               X_blocks uint8 [E, O, I / 32, 16], two values a byte, low first; X_scales uint8 [E, O, I / 32];
                         stands for X [E, I, O]
 
-Scales of activations are left out: activations are not quantised here, which is nearer to the original model.
+Scales of activations are left out: where activations are rounded at all, each row has a scale of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 
 from stretto.model.quantization import Quantization
 from stretto.model.source import WeightError, WeightSource
+from stretto.ops.packed import BLOCK, Layout, Packed, pack4
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ class Recipe:
     parts: tuple[str, ...]  # stored tensors that stand for it
     shape: tuple[int, ...]
     make: Callable[[], torch.Tensor]
+    layout: Callable[[], Layout | None] = lambda: None  # None: it cannot be written as `Packed`
+    pack: Callable[[], Packed] | None = None  # scales in float32
 
 
 class DequantizedSource:
@@ -55,7 +59,7 @@ class DequantizedSource:
         self._recipes = {recipe.name: recipe for recipe in found}
         stored = {part for recipe in found for part in recipe.parts}
         self._plain = [name for name in names - stored if not UNUSED.search(name)]
-        self.elements = sum(math.prod(recipe.shape) for recipe in found)  # that are quantised
+        self.quantization, self.unpacked = quantization, 0  # numbers that were quantised and have been dequantised
         if not found:
             raise WeightError(f"the config says that weights are stored in {quantization}, but no tensor is")
 
@@ -66,22 +70,33 @@ class DequantizedSource:
         return self._recipes[name].shape if name in self._recipes else self._source.shape(name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._recipes[name].make() if name in self._recipes else self._source.tensor(name)
+        if name not in self._recipes:
+            return self._source.tensor(name)
+        self.unpacked += math.prod(self._recipes[name].shape)
+        return self._recipes[name].make()
+
+    def layout(self, name: str) -> Layout | None:
+        """See `source.PackedSource`."""
+        return self._recipes[name].layout() if name in self._recipes else None
+
+    def packed(self, name: str) -> Packed:
+        """See `source.PackedSource`."""
+        pack = self._recipes[name].pack
+        assert pack is not None
+        return pack()
+
+    def told(self, dtype: torch.dtype) -> None:
+        """Once all is loaded, a warning of what was dequantised to `dtype`."""
+        if self.unpacked:
+            stored = self.unpacked * sum(self.quantization.bits) / len(self.quantization.bits) / 8
+            logger.warning("weights stored in %s were dequantised at load: %.2f GB of %s instead of about %.2f GB",
+                           self.quantization, self.unpacked * dtype.itemsize / 1e9, str(dtype).removeprefix("torch."),
+                           stored / 1e9)
 
 
-def dequantized(source: WeightSource, quantization: Quantization | None, dtype: torch.dtype | None = None
-                ) -> WeightSource:
-    """`source`, or where its weights are quantised what gives them as numbers. With `dtype`, the type that they will be
-    kept in, a warning says what that costs. Raises WeightError."""
-    if quantization is None:
-        return source
-    made = DequantizedSource(source, quantization)
-    if dtype is not None:
-        stored = made.elements * sum(quantization.bits) / len(quantization.bits) / 8
-        logger.warning("the weights are stored in %s and dequantised at load: %.2f GB of %s instead of about %.2f GB",
-                       quantization, made.elements * dtype.itemsize / 1e9, str(dtype).removeprefix("torch."),
-                       stored / 1e9)
-    return made
+def dequantized(source: WeightSource, quantization: Quantization | None) -> WeightSource:
+    """`source`, or where its weights are quantised what gives them as numbers or packed. Raises WeightError."""
+    return source if quantization is None else DequantizedSource(source, quantization)
 
 
 # ------------------------------------------------------------------------------------------------------------- layouts
@@ -102,7 +117,20 @@ def _scaled(source: WeightSource, names: frozenset[str], q: Quantization) -> Ite
             if zero is not None:
                 values -= spread(source.tensor(zero), values.shape, q.block)
             return values.mul_(spread(source.tensor(scale), values.shape, q.block))
-        yield Recipe(name, parts, shape, make)
+
+        def layout(shape: tuple[int, ...] = shape, scale: str = scales[0], plain: bool = zero not in names
+                   ) -> Layout | None:
+            group = _columns_of_scale(source.shape(scale), shape, q.block)
+            if not plain or len(shape) != 2 or len(q.kinds) > 1 or shape[1] % group:
+                return None
+            return Layout("fp8" if q.kinds == ("float",) else "int8", group, eight_bit_inputs=q.eight_bit_inputs)
+
+        def pack(name: str = name, scale: str = scales[0], layout: Callable[[], Layout | None] = layout) -> Packed:
+            found, codes = layout(), source.tensor(name)
+            assert found is not None
+            each = spread(source.tensor(scale), tuple(codes.shape), q.block)
+            return Packed(found, codes, each[:, :: found.group].expand(codes.shape[0], -1))
+        yield Recipe(name, parts, shape, make, layout, pack)
 
 
 def _packed(source: WeightSource, names: frozenset[str], q: Quantization) -> Iterator[Recipe]:
@@ -116,25 +144,59 @@ def _packed(source: WeightSource, names: frozenset[str], q: Quantization) -> Ite
         _need(names, name, wanted)
         shape = tuple(int(n) for n in source.tensor(wanted[1]))
 
-        def make(base: str = base, shape: tuple[int, ...] = shape) -> torch.Tensor:
-            return _unpack_compressed(source, names, base, shape)
-        yield Recipe(f"{base}.weight", (name, *wanted, *optional), shape, make)
+        stored = _Compressed(source, names, base, shape)
+        yield Recipe(f"{base}.weight", (name, *wanted, *optional), shape, stored.make, stored.layout, stored.pack)
 
 
-def _unpack_compressed(source: WeightSource, names: frozenset[str], base: str, shape: tuple[int, ...]) -> torch.Tensor:
-    words = source.tensor(f"{base}.weight_packed")
-    bits = 32 // math.ceil(shape[1] / words.shape[1])
-    half = 1 << (bits - 1)
-    values = unpack(words, bits)[:, : shape[1]].float() - half
-    scale = source.tensor(f"{base}.weight_scale").float()
-    group = _groups(source, names, f"{base}.weight_g_idx", shape[1], scale.shape[1] if scale.ndim > 1 else 1)
-    scale = scale.view(shape[0], -1) if scale.numel() > 1 else scale.expand(shape[0], 1)
-    if f"{base}.weight_zero_point" in names:
-        zero = source.tensor(f"{base}.weight_zero_point")
+@dataclass(frozen=True)
+class _Compressed:
+    """One matrix of compressed-tensors whose values are packed into words."""
+
+    source: WeightSource
+    names: frozenset[str]
+    base: str
+    shape: tuple[int, ...]
+
+    def _part(self, end: str) -> torch.Tensor:
+        return self.source.tensor(f"{self.base}.{end}")
+
+    @property
+    def bits(self) -> int:
+        return 32 // math.ceil(self.shape[1] / self.source.shape(f"{self.base}.weight_packed")[1])
+
+    def _values(self) -> torch.Tensor:
+        return unpack(self._part("weight_packed"), self.bits)[:, : self.shape[1]]
+
+    def _scales(self) -> torch.Tensor:
+        scale = self._part("weight_scale").float()
+        return scale.view(self.shape[0], -1) if scale.numel() > 1 else scale.expand(self.shape[0], 1)
+
+    def _zeros(self) -> torch.Tensor | None:
+        """[O, G], less half the range."""
+        if f"{self.base}.weight_zero_point" not in self.names:
+            return None
+        zero, half = self._part("weight_zero_point"), 1 << (self.bits - 1)
         if zero.dtype is torch.int32:  # packed by rows; as int8, they are plain numbers
-            zero = unpack(zero.t().contiguous(), bits).t()[: shape[0]].float() - half
-        values -= zero.float()[:, group]
-    return values.mul_(scale[:, group])
+            zero = unpack(zero.t().contiguous(), self.bits).t()[: self.shape[0]].float() - half
+        return zero.float()
+
+    def make(self) -> torch.Tensor:
+        values, scales, zeros = self._values().float() - (1 << (self.bits - 1)), self._scales(), self._zeros()
+        group = _groups(self.source, self.names, f"{self.base}.weight_g_idx", self.shape[1], scales.shape[1])
+        if zeros is not None:
+            values -= zeros[:, group]
+        return values.mul_(scales[:, group])
+
+    def layout(self) -> Layout | None:
+        stored = self.source.shape(f"{self.base}.weight_scale")
+        groups = stored[1] if len(stored) > 1 else 1
+        if f"{self.base}.weight_g_idx" in self.names or self.shape[1] % groups:
+            return None
+        return _integers(self.bits, self.shape[1] // groups, f"{self.base}.weight_zero_point" in self.names)
+
+    def pack(self) -> Packed:
+        zeros = self._zeros()
+        return _packed_integers(self.layout(), self._values(), self._scales(), zeros)
 
 
 def _gptq(source: WeightSource, names: frozenset[str], q: Quantization) -> Iterator[Recipe]:
@@ -151,7 +213,21 @@ def _gptq(source: WeightSource, names: frozenset[str], q: Quantization) -> Itera
             zero = unpack(zeros, bits).t()[: values.shape[0]].float() + q.zero_offset  # [O, G]
             group = _groups(source, names, index, inputs, scales.shape[0])
             return values.sub_(zero[:, group]).mul_(scales.float().t()[:, group])
-        yield Recipe(f"{base}.weight", (*parts, *([index] if index in names else [])), (columns, rows * n), make)
+
+        def layout(parts: list[str] = parts, index: str = index, inputs: int = rows * n) -> Layout | None:
+            groups = source.shape(parts[2])[0]
+            if inputs % groups or (index in names and not torch.equal(
+                    source.tensor(index).long(), torch.arange(inputs) // (inputs // groups))):
+                return None
+            return _integers(bits, inputs // groups, True)
+
+        def pack(parts: list[str] = parts, layout: Callable[[], Layout | None] = layout) -> Packed:
+            words, zeros, scales = (source.tensor(part) for part in parts)
+            values = unpack(words.t().contiguous(), bits)
+            zero = unpack(zeros, bits).t()[: values.shape[0]].float() + q.zero_offset - (1 << (bits - 1))
+            return _packed_integers(layout(), values, scales.float().t(), zero)
+        yield Recipe(f"{base}.weight", (*parts, *([index] if index in names else [])), (columns, rows * n), make,
+                     layout, pack)
 
 
 def _awq(source: WeightSource, names: frozenset[str], _q: Quantization) -> Iterator[Recipe]:
@@ -165,7 +241,16 @@ def _awq(source: WeightSource, names: frozenset[str], _q: Quantization) -> Itera
             group = _groups(source, names, "", inputs, scales.shape[0])
             numbers = _unpack_awq(values).float().sub_(_unpack_awq(zeros).float()[group])
             return numbers.mul_(scales.float()[group]).t()
-        yield Recipe(f"{base}.weight", tuple(parts), (words * 8, inputs), make)
+
+        def layout(parts: list[str] = parts, inputs: int = inputs) -> Layout | None:
+            groups = source.shape(parts[2])[0]
+            return None if inputs % groups else _integers(4, inputs // groups, True)
+
+        def pack(parts: list[str] = parts, layout: Callable[[], Layout | None] = layout) -> Packed:
+            values, zeros, scales = (source.tensor(part) for part in parts)
+            return _packed_integers(layout(), _unpack_awq(values).t(), scales.float().t(),
+                                    _unpack_awq(zeros).t().float() - 8)
+        yield Recipe(f"{base}.weight", tuple(parts), (words * 8, inputs), make, layout, pack)
 
 
 def _mxfp4(source: WeightSource, names: frozenset[str], _q: Quantization) -> Iterator[Recipe]:
@@ -185,6 +270,35 @@ _FINDERS = {"fp8": _scaled, "fbgemm_fp8": _scaled, "compressed-tensors": _packed
 
 
 # -------------------------------------------------------------------------------------------------------------- pieces
+def _integers(bits: int, group: int, offsets: bool) -> Layout | None:
+    """Of unsigned values of so many bits."""
+    return Layout("int4" if bits == 4 else "int8", group, offsets) if bits in (4, 8) else None
+
+
+def _packed_integers(layout: Layout | None, values: torch.Tensor, scales: torch.Tensor,
+                     zeros: torch.Tensor | None) -> Packed:
+    """values [O, I] uint8, scales [O, G] and zero points [O, G], these less half the range."""
+    assert layout is not None
+    codes = (pack4(_whole_blocks(values)) if layout.kind == "int4" else
+             (values.to(torch.int16) - 128).to(torch.int8))
+    return Packed(layout, codes, scales, None if zeros is None else -zeros * scales)
+
+
+def _whole_blocks(values: torch.Tensor) -> torch.Tensor:
+    if values.shape[1] % BLOCK:
+        raise WeightError(f"a matrix of {values.shape[1]} columns is no multiple of {BLOCK}")
+    return values.contiguous()
+
+
+def _columns_of_scale(scale: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, int] | None) -> int:
+    """How many columns of a matrix share a scale; see `spread`."""
+    if math.prod(scale) == 1 or len(scale) == 1 or scale[1] == 1:
+        return shape[1]
+    if block is not None and scale[0] != shape[0]:
+        return block[1]
+    return shape[1] // scale[1]
+
+
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [R, C] -> uint8 [R, C * 32 / bits]: the values of each word, from the lowest bits up."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)

@@ -1,8 +1,9 @@
 """GGUF files as a source of weights, and their metadata as a Hugging Face style configuration.
 
-Architectures llama (Mistral models are written as llama), qwen2 and qwen3. Quantised tensors are dequantised to float32
-by the `gguf` package when they are read; the model then casts them to its dtype. Whatever in the file would change the
-model's output and is not supported here is refused by name.
+Architectures llama (Mistral models are written as llama), qwen2 and qwen3. Quantised tensors stay packed
+(`ops.packed`) where the device multiplies by them; others are dequantised to float32 by the `gguf` package when they
+are read, and the model casts them to its dtype. Whatever in the file would change the model's output and is not
+supported here is refused by name.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, dequantize
 from gguf import GGMLQuantizationType as Kind
-from gguf import dequantize
 
 from stretto.model.config import ConfigError
 from stretto.model.source import WeightError
+from stretto.ops.packed import Layout, Packed, pack4
 from stretto.text.gguf_file import GGUFError, GGUFFile
 from stretto.text.gguf_vocab import special_ids
 
@@ -29,6 +32,8 @@ log = logging.getLogger(__name__)
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 QUANTISED = {Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0,
              Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K}
+_PACKED = {Kind.Q4_0: Layout("int4", 32), Kind.Q4_1: Layout("int4", 32, True), Kind.Q4_K: Layout("int4", 32, True),
+           Kind.Q8_0: Layout("int8", 32)}
 _PLAIN = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 
 _GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -70,6 +75,7 @@ class GGUFSource:
         architecture that is not supported."""
         self._file = _open(path)
         self._names: dict[str, str] = {}
+        self._unpacked: Counter[str] = Counter()  # numbers that were quantised and have been dequantised, by kind
         unknown, unreadable = [], []
         for name, info in self._file.tensors.items():
             mapped = hf_name(name)
@@ -109,8 +115,75 @@ class GGUFSource:
             tensor = torch.from_numpy(data.reshape(-1)).view(_PLAIN[info.kind]).reshape(info.shape)
         else:
             tensor = torch.from_numpy(dequantize(data, info.kind))
+            self._unpacked[info.kind.name] += tensor.numel()
         heads = self._permuted.get(name.rsplit(".", 2)[-2])
         return tensor if heads is None else unpermute(tensor, heads)
+
+    def layout(self, name: str) -> Layout | None:
+        """See `source.PackedSource`."""
+        return _PACKED.get(self._file.tensors[self._names[name]].kind)
+
+    def packed(self, name: str) -> Packed:
+        """See `source.PackedSource`."""
+        info = self._file.tensors[self._names[name]]
+        blocks = self._file.data(info.name).reshape(info.shape[0], -1, GGML_QUANT_SIZES[info.kind][1])
+        found = Packed(_PACKED[info.kind], *_READERS[info.kind](blocks))
+        heads = self._permuted.get(name.rsplit(".", 2)[-2])
+        return found if heads is None else found.take(unpermute(torch.arange(found.outputs), heads))
+
+    def told(self, dtype: torch.dtype) -> None:
+        """See `source.PackedSource`. Exact types cost only what they cost, which is told by whoever plans memory."""
+        if self._unpacked and dtype.itemsize == 2:
+            log.warning("weights stored as %s were dequantised at load: %.2f GB of %s",
+                        ", ".join(sorted(self._unpacked)), self._unpacked.total() * 2 / 1e9,
+                        str(dtype).removeprefix("torch."))
+
+
+# ---------------------------------------------------------------------------------------------------- packed weights
+# Each takes the blocks of a tensor, uint8 [O, blocks of a row, bytes of a block], and gives codes, scales and offsets.
+Parts = tuple[torch.Tensor, ...]
+
+
+def _halves(blocks: np.ndarray, start: int) -> torch.Tensor:
+    """The float16 at `start` of each block -> float32 [O, blocks]."""
+    found = np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)[..., 0]
+    return torch.from_numpy(found.astype(np.float32))
+
+
+def _nibbles(blocks: np.ndarray, start: int) -> torch.Tensor:
+    """32 values in 16 bytes: low halves of all bytes, then the high ones. -> int4 codes [O, I / 2]."""
+    stored = torch.from_numpy(np.ascontiguousarray(blocks[..., start : start + 16]))
+    return pack4(torch.cat((stored & 15, stored >> 4), -1).flatten(1))
+
+
+def _q4_0(blocks: np.ndarray) -> Parts:
+    return _nibbles(blocks, 2), _halves(blocks, 0)
+
+
+def _q4_1(blocks: np.ndarray) -> Parts:
+    """d q + m = d (q - 8) + (m + 8 d)."""
+    d = _halves(blocks, 0)
+    return _nibbles(blocks, 4), d, _halves(blocks, 2) + 8 * d
+
+
+def _q8_0(blocks: np.ndarray) -> Parts:
+    codes = np.ascontiguousarray(blocks[..., 2:]).view(np.int8)
+    return torch.from_numpy(codes).flatten(1), _halves(blocks, 0)
+
+
+def _q4_k(blocks: np.ndarray) -> Parts:
+    """Super-blocks of 256: d, dmin, eight pairs of a 6-bit scale and minimum in 12 bytes, and 4 x 32 bytes of nibbles,
+    which are already in the order of int4 codes. d s q - dmin m = d s (q - 8) + (8 d s - dmin m)."""
+    stored = torch.from_numpy(np.ascontiguousarray(blocks[..., 4:16])).int()
+    low, high, rest = stored[..., :4], stored[..., 4:8], stored[..., 8:]
+    scales = torch.cat((low & 63, rest & 15 | low >> 6 << 4), -1)
+    minima = torch.cat((high & 63, rest >> 4 | high >> 6 << 4), -1)
+    scales, minima = ((part * _halves(blocks, start)[..., None]).flatten(1)
+                      for part, start in ((scales, 0), (minima, 2)))
+    return torch.from_numpy(np.ascontiguousarray(blocks[..., 16:])).flatten(1), scales, 8 * scales - minima
+
+
+_READERS = {Kind.Q4_0: _q4_0, Kind.Q4_1: _q4_1, Kind.Q8_0: _q8_0, Kind.Q4_K: _q4_k}
 
 
 def _open(path: str | Path) -> GGUFFile:

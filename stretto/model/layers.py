@@ -11,19 +11,22 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from stretto.attn.api import Attend
 from stretto.model.config import ConfigError, RopeConfig
-from stretto.model.matrix import CudaMatrix, best_matrix, fixed_matrix
+from stretto.model.matrix import CudaMatrix, Matrix, best_matrix, fixed_matrix
+from stretto.model.packed_matrix import JoinedMatrix, packed_matrix
 from stretto.model.shard import Columns, Piece, columns_of, first_holder, heads_of, rows_of, whole
 from stretto.model.weights import Weights
 from stretto.ops.attend import StepAttention
 from stretto.ops.fixed import elementwise
 from stretto.ops.layer import GATES as ACTIVATIONS
 from stretto.ops.layer import HeadWeights, Rope, gate, rms_norm, rotate
+from stretto.ops.packed import Packed
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +41,9 @@ class Linear:
         make of them is added up."""
         pieces = [part if isinstance(part, Piece) else whole(*part) for part in parts]
         self._order, self._fixed, self._shard = order, w.fixed, w.shard if summed and w.shard.ranks > 1 else None
-        weight = w.stack_pieces([replace(p, name=f"{p.name}.weight") for p in pieces], inputs, cut_columns=summed)
+        weights = w.matrices([replace(p, name=f"{p.name}.weight") for p in pieces], inputs, summed, order is not None)
         bias_of = [replace(p, name=f"{p.name}.bias") for p in pieces] if bias else None
-        self._parameters = weight, None if bias_of is None else w.stack_pieces(bias_of)
+        self._parameters = weights, None if bias_of is None else w.stack_pieces(bias_of)
         self._bias_elsewhere = self._shard is not None and w.shard.rank > 0  # it counts once
         columns = columns_of(w.shard, inputs) if summed else Columns(inputs, 0, inputs)
         self._delta = (w.adapters.declare(pieces, columns, order, w.dtype, w.device)
@@ -48,13 +51,13 @@ class Linear:
         w.then(self._settle)
 
     def _settle(self) -> None:
+        weights, bias = self._parameters
         if self._order is not None:
-            order = self._order.to(self._parameters[0].device)
-            weight, bias = self._parameters
-            self._parameters = weight[order], None if bias is None else bias[order]
-        if self._bias_elsewhere:
-            self._parameters = self._parameters[0], None
-        self._matrix = (fixed_matrix if self._fixed else best_matrix)(*self._parameters)
+            (weight,) = weights
+            order = self._order.to((weight.codes if isinstance(weight, Packed) else weight).device)
+            weights = [weight.take(order) if isinstance(weight, Packed) else weight[order]]
+            bias = None if bias is None else bias[order]
+        self._matrix = matrix_of(weights, None if self._bias_elsewhere else bias, self._fixed)
         del self._parameters, self._order
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,6 +90,18 @@ class Linear:
             first, second = made.chunk(2, dim=-1)
             return elementwise(ACTIVATIONS[act], first).mul_(second)
         return gate(made, act)
+
+
+def matrix_of(weights: Sequence[torch.Tensor | Packed], bias: torch.Tensor | None, fixed: bool) -> Matrix:
+    """The fastest form of matrices one below the other, as one."""
+    made, at = [], 0
+    for weight in weights:
+        rows = weight.outputs if isinstance(weight, Packed) else weight.shape[0]
+        mine = None if bias is None else bias.narrow(0, at, rows)
+        make = packed_matrix if isinstance(weight, Packed) else fixed_matrix if fixed else best_matrix
+        made.append(make(weight, mine))
+        at += rows
+    return made[0] if len(made) == 1 else JoinedMatrix(made)
 
 
 class RMSNorm:
@@ -324,11 +339,17 @@ class Embedding:
     """ids [T] -> [T, hidden], a fresh tensor."""
 
     def __init__(self, w: Weights, name: str, vocab: int, hidden: int):
-        self.name = f"{name}.weight"
-        self.weight = w.take(self.name, vocab, hidden)
+        self.name, self.vocab, self.hidden, self._dtype = f"{name}.weight", vocab, hidden, w.dtype
+        (self.weight,) = w.matrices([whole(self.name, vocab)], hidden)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.weight, Packed):
+            return self.weight.take(ids).dequantized(self._dtype)
         return F.embedding(ids, self.weight)
+
+    def rows(self, start: int, count: int) -> torch.Tensor | Packed:
+        """A view of some of them."""
+        return (self.weight.rows if isinstance(self.weight, Packed) else partial(self.weight.narrow, 0))(start, count)
 
 
 class Head:
@@ -342,21 +363,21 @@ class Head:
             logger.warning("the config ties the head to the embedding, but %s differs from %s: the checkpoint's own "
                            "head is used; set tie_word_embeddings to false to say so", own, embedding.name)
             tied = False
-        vocab, hidden = embedding.weight.shape
+        vocab, hidden = embedding.vocab, embedding.hidden
         self._join = w.shard.join if w.shard.ranks > 1 and vocab % w.shard.ranks == 0 else None
         piece = whole(own, vocab) if self._join is None else rows_of(w.shard, own, vocab)
         if tied:
-            self.weight = embedding.weight.narrow(0, piece.start, piece.rows)
+            self.weights = [embedding.rows(piece.start, piece.rows)]
             w.ignore(own)
         else:
-            self.weight = w.stack_pieces([piece], hidden)
+            self.weights = w.matrices([piece], hidden)
         self._fixed = w.fixed
         w.then(self._settle)
 
     def _settle(self) -> None:
         """A tied head may be packed as well: the embedding stays as it is, for its rows are looked up."""
-        self._matrix = (fixed_matrix if self._fixed else best_matrix)(self.weight)
-        del self.weight
+        self._matrix = matrix_of(self.weights, None, self._fixed)
+        del self.weights
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._matrix.logits(hidden)

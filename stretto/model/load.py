@@ -19,7 +19,7 @@ from stretto.model.lora import AdapterBank
 from stretto.model.progress import LoadLog
 from stretto.model.registry import NATIVE, find_builder
 from stretto.model.shard import Shard
-from stretto.model.source import SafetensorsSource, WeightSource, text_part
+from stretto.model.source import PackedSource, SafetensorsSource, WeightSource, text_part
 from stretto.model.weights import Progress, Weights
 
 NO_ROOM = "{} runs through transformers' own modules, which have no room for LoRA adapters"
@@ -56,14 +56,13 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, pr
 
         return load_fallback(path, raw, generation, dtype=dtype, device=device, progress=progress, context=context)
     config = ModelConfig.from_hf(raw, generation)
-    return build_model(config, open_weights(path, config, dtype), dtype, device, progress, context, fixed, adapters,
+    return build_model(config, open_weights(path, config), dtype, device, progress, context, fixed, adapters,
                        shard)
 
 
-def open_weights(folder: Path, config: ModelConfig, dtype: torch.dtype | None = None) -> WeightSource:
-    """The weights of an HF folder for a native family, by their usual names, as numbers. With `dtype`, the type that
-    they will be kept in, what that costs is said where they are quantised. Raises WeightError."""
-    return dequantized(text_part(SafetensorsSource(folder)), config.quantization, dtype)
+def open_weights(folder: Path, config: ModelConfig) -> WeightSource:
+    """The weights of an HF folder for a native family, by their usual names. Raises WeightError."""
+    return dequantized(text_part(SafetensorsSource(folder)), config.quantization)
 
 
 def check_native(config: ModelConfig, source: WeightSource) -> None:
@@ -104,4 +103,6 @@ def build_model(config: ModelConfig, source: WeightSource, dtype: torch.dtype, d
     weights = Weights(source, dtype, device, fixed, adapters, shard)
     model = builder(config, weights, context)
     weights.fill(progress)
+    if isinstance(source, PackedSource):
+        source.told(dtype)
     return model

@@ -17,6 +17,8 @@ class Quantization:
     bits: tuple[int, ...]  # of a stored weight; several where groups of layers differ
     block: tuple[int, int] | None = None  # rows and columns that share a scale
     zero_offset: int = 0  # what gptq adds to stored zero points
+    kinds: tuple[str, ...] = ("int",)  # of stored numbers: "int", "float"
+    eight_bit_inputs: bool = False  # its layers are meant to round their inputs to e4m3, row by row
 
     def __str__(self) -> str:
         return f"{' and '.join(map(str, self.bits))} bits ({self.method})"
@@ -42,7 +44,8 @@ def _refused(method: str, key: str, value: Any, supported: str) -> ConfigError:
 
 def _fp8(method: str, given: Mapping[str, Any]) -> Quantization:
     block = given.get("weight_block_size")
-    return Quantization(method, (8,), None if block is None else (int(block[0]), int(block[1])))
+    return Quantization(method, (8,), None if block is None else (int(block[0]), int(block[1])), kinds=("float",),
+                        eight_bit_inputs=block is None)
 
 
 def _gptq(method: str, given: Mapping[str, Any]) -> Quantization:
@@ -92,7 +95,11 @@ def _compressed(method: str, given: Mapping[str, Any]) -> Quantization:
     blocks = {tuple(one["block_structure"]) for one in weights if isinstance(one.get("block_structure"), list)}
     if len(blocks) > 1:
         raise _refused(method, "block_structure", sorted(blocks), "one size for all layers")
-    return Quantization(method, tuple(sorted({one["num_bits"] for one in weights})), blocks.pop() if blocks else None)
+    inputs = [group.get("input_activations") or {} for group in groups]
+    return Quantization(
+        method, tuple(sorted({one["num_bits"] for one in weights})), blocks.pop() if blocks else None,
+        kinds=tuple(sorted({one.get("type", "int") for one in weights})),
+        eight_bit_inputs=all(one.get("num_bits") == 8 and one.get("type") == "float" for one in inputs))
 
 
 _PARSERS = {"fp8": _fp8, "fbgemm_fp8": _fp8, "gptq": _gptq, "awq": _awq, "mxfp4": _mxfp4,

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from stretto.ops.packed import Layout, Packed
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -40,6 +42,23 @@ class WeightSource(Protocol):
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor on the CPU in the checkpoint's dtype; may be a view of mapped memory, so do not write to it."""
+        ...
+
+
+@runtime_checkable
+class PackedSource(WeightSource, Protocol):
+    """A source of quantised weights, which gives them packed where their layout can be written so."""
+
+    def layout(self, name: str) -> Layout | None:
+        """How a weight would come, without reading it; None: as numbers only."""
+        ...
+
+    def packed(self, name: str) -> Packed:
+        """A weight that has a layout, on the CPU, scales in float32."""
+        ...
+
+    def told(self, dtype: torch.dtype) -> None:
+        """Once all is loaded, says what was given as numbers and is kept in `dtype`."""
         ...
 
 

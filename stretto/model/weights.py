@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 
 from stretto.model.lora import AdapterBank
+from stretto.model.packed_matrix import stays_packed
 from stretto.model.shard import Piece, Shard, cut, whole
-from stretto.model.source import WeightError, WeightSource
+from stretto.model.source import PackedSource, WeightError, WeightSource
+from stretto.ops.packed import Layout, Packed
 
 Progress = Callable[[int, int], None]  # (elements copied, elements in all)
 
@@ -38,18 +41,39 @@ class _Copy:
                 tensor = tensor.narrow(dim, self.starts[dim], size)
         return tensor
 
+    def fill(self, source: WeightSource) -> None:
+        tensor = source.tensor(self.name)
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise WeightError(f"{self.name} holds {tensor.dtype}; weights must be floating-point numbers of 16 "
+                              "bits or more, or be quantised in a way that config.json names")
+        self.target.copy_(self.of(tensor))
+
+
+@dataclass(frozen=True)
+class _PackedCopy:
+    name: str
+    shape: tuple[int, int]  # of the whole matrix
+    target: Packed
+    starts: tuple[int, int]  # the first row and column
+
+    def fill(self, source: WeightSource) -> None:
+        assert isinstance(source, PackedSource)
+        target, (row, column) = self.target, self.starts
+        self.target.copy_(source.packed(self.name).rows(row, target.outputs).columns(column, target.inputs))
+
 
 class Weights:
     """What a model takes from a source. Parameters are filled by `fill`; until then they hold nothing."""
 
     def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device, fixed: bool = False,
-                 adapters: AdapterBank | None = None, shard: Shard | None = None):
+                 adapters: AdapterBank | None = None, shard: Shard | None = None, kernels: str | None = None):
         """`fixed`: what is made of these weights shall compute a row in one way, whatever the batch. `adapters`: where
-        linear layers get room for adapters. `shard`: the rank whose part this is; None: all of it."""
+        linear layers get room for adapters. `shard`: the rank whose part this is; None: all of it.
+        `kernels`: the type of the device that will multiply, which decides what stays packed; None: `device`'s."""
         self._source, self._names = source, frozenset(source.names())
         self.dtype, self.device, self.fixed, self.adapters = dtype, device, fixed, adapters
-        self.shard = shard or Shard()
-        self._copies: list[_Copy] = []
+        self.shard, self.kernels = shard or Shard(), kernels or device.type
+        self._copies: list[_Copy | _PackedCopy] = []
         self._ignored: set[str] = set()
         self._after: list[Callable[[], None]] = []
 
@@ -70,6 +94,43 @@ class Weights:
         for p in pieces:
             target = parameter.narrow(0, at, p.rows)
             self._copies.append(_Copy(p.name, (p.total, *columns), target, (p.start, column)))
+            at += p.rows
+        return parameter
+
+    def matrices(self, pieces: Sequence[Piece], inputs: int, cut_columns: bool = False,
+                 single: bool = False) -> list[torch.Tensor | Packed]:
+        """The matrices [rows, inputs] below each other, as `stack_pieces`; runs of those that stay packed on this
+        device are packed. `single`: as one, packed or not."""
+        layouts = [self._layout(piece, inputs, cut_columns) for piece in pieces]
+        if single and len(set(layouts)) > 1:
+            layouts = [None] * len(pieces)
+        made: list[torch.Tensor | Packed] = []
+        for layout, run in groupby(zip(layouts, pieces, strict=True), key=lambda pair: pair[0]):
+            some = [piece for _, piece in run]
+            made.append(self.stack_pieces(some, inputs, cut_columns=cut_columns) if layout is None else
+                        self._stack_packed(layout, some, inputs, cut_columns))
+        return made
+
+    def _layout(self, piece: Piece, inputs: int, cut_columns: bool) -> Layout | None:
+        """That of a matrix that stays packed here, else None."""
+        if not isinstance(self._source, PackedSource) or piece.name not in self._names:
+            return None
+        layout, count = self._source.layout(piece.name), cut(self.shard, inputs)[1] if cut_columns else inputs
+        if layout is None:
+            return None
+        if layout.group == inputs:  # a scale a row, however many columns of it are here
+            layout = replace(layout, group=count)
+        packed = not count % layout.group and stays_packed(layout, piece.rows, count, self.dtype, self.kernels,
+                                                           self.fixed)
+        return layout if packed else None
+
+    def _stack_packed(self, layout: Layout, pieces: Sequence[Piece], inputs: int, cut_columns: bool) -> Packed:
+        column, width = cut(self.shard, inputs) if cut_columns else (0, inputs)
+        scales = torch.float32 if layout.kind == "fp8" else self.dtype
+        parameter = Packed.empty(layout, sum(p.rows for p in pieces), width, scales, self.device)
+        at = 0
+        for p in pieces:
+            self._copies.append(_PackedCopy(p.name, (p.total, inputs), parameter.rows(at, p.rows), (p.start, column)))
             at += p.rows
         return parameter
 
@@ -115,16 +176,17 @@ class Weights:
         if parts:
             raise WeightError("the checkpoint does not fit its config: " + "; ".join(parts))
 
+    @property
+    def nbytes(self) -> int:
+        """Of all that has been declared."""
+        return sum(copy.target.nbytes for copy in self._copies)
+
     def fill(self, progress: Progress | None = None) -> None:
         """Checks, then copies everything. Raises WeightError."""
         self.check()
         total, done = sum(c.target.numel() for c in self._copies), 0
         for copy in self._copies:
-            tensor = self._source.tensor(copy.name)
-            if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-                raise WeightError(f"{copy.name} holds {tensor.dtype}; weights must be floating-point numbers of 16 "
-                                  "bits or more, or be quantised in a way that config.json names")
-            copy.target.copy_(copy.of(tensor))
+            copy.fill(self._source)
             done += copy.target.numel()
             if progress is not None:
                 progress(done, total)

@@ -1,0 +1,132 @@
+"""Products by weights that stay in the bits they are stored in, where a device has kernels for that.
+
+    CPU, bfloat16     torch's int4 and int8 kernels; int8 with a scale for each group of columns as two int4 matrices:
+                          code = 16 * high + low           W = 16 s * high + s * low
+    CUDA              ours for few rows (`ops.triton_packed`); many rows are multiplied by the matrix made anew in 16
+                      bits, in memory that all matrices share; e4m3 by e4m3 where the checkpoint means so
+
+A row's result does not depend on the rows beside it on a CPU: torch's kernels sum each row by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from stretto.model.matrix import Matrix
+from stretto.ops.packed import BLOCK, Layout, Packed, unpack4
+
+CPU_GROUPS = (32, 64, 128, 256)  # that torch's int4 kernel takes
+CPU_ROWS = 16  # outputs come in multiples of this
+
+
+def stays_packed(layout: Layout, outputs: int, inputs: int, dtype: torch.dtype, device: str, fixed: bool) -> bool:
+    """Whether a matrix of this layout is kept in its bits on a device of this type, for activations of `dtype`.
+    `fixed`: its sums must not depend on the batch."""
+    if inputs % layout.group or (layout.kind == "int4" and inputs % BLOCK):
+        return False
+    if device == "cpu":
+        return dtype is torch.bfloat16 and outputs % CPU_ROWS == 0 and _on_cpu(layout, inputs)
+    return False
+
+
+def _on_cpu(layout: Layout, inputs: int) -> bool:
+    if layout.kind == "fp8" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    return _cpu_group(layout, inputs) is not None or (layout.kind == "int8" and not layout.offsets)
+
+
+def _cpu_group(layout: Layout, inputs: int) -> int | None:
+    """The group in which torch's int4 kernel takes the columns: a larger one is cut into several of one scale."""
+    fitting = [g for g in CPU_GROUPS if layout.group % g == 0 and inputs % g == 0]
+    return max(fitting, default=None)
+
+
+def packed_matrix(weight: Packed, bias: torch.Tensor | None = None) -> Matrix:
+    """`weight` has been found to stay packed."""
+    layout = weight.layout
+    if layout.kind == "int8" and layout.group == weight.inputs and not layout.offsets:
+        return Int8CpuMatrix(weight, bias)
+    return Int4CpuMatrix(weight, bias)
+
+
+class _CpuMatrix:
+    def __init__(self, bias: torch.Tensor | None):
+        self._bias = bias
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        made = self._product(x.contiguous())
+        return made if self._bias is None else made.add_(self._bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return residual.add_(self(x))
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).float()
+
+
+class Int8CpuMatrix(_CpuMatrix):
+    """One scale a row."""
+
+    def __init__(self, weight: Packed, bias: torch.Tensor | None = None):
+        super().__init__(bias)
+        self._codes, self._scales = weight.codes, weight.scales[:, 0].contiguous()
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._weight_int8pack_mm(x, self._codes, self._scales)
+
+
+class Int4CpuMatrix(_CpuMatrix):
+    """A scale and an offset a group. 8 bits are two matrices of 4."""
+
+    def __init__(self, weight: Packed, bias: torch.Tensor | None = None):
+        super().__init__(bias)
+        group = _cpu_group(weight.layout, weight.inputs)
+        assert group is not None
+        self._group = group
+        self._planes = [self._plane(*plane, weight.layout.group // group) for plane in _planes(weight)]
+
+    @staticmethod
+    def _plane(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor,
+               repeats: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """codes [O, I] of 0 .. 15 that count as -8 .. 7; scales and offsets [O, G], each of `repeats` of torch's
+        groups."""
+        both = torch.stack((scales, offsets), -1).repeat_interleave(repeats, 1)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+        return packed, both.transpose(0, 1).contiguous()
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = (torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, self._group, scales)
+                          for codes, scales in self._planes)
+        for other in others:
+            first += other
+        return first
+
+
+def _planes(weight: Packed) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    scales = weight.scales
+    offsets = torch.zeros_like(scales) if weight.offsets is None else weight.offsets
+    if weight.layout.kind == "int4":
+        return [(unpack4(weight.codes), scales, offsets)]
+    code = weight.codes.int() + 128
+    return [(code >> 4, 16 * scales, torch.zeros_like(scales)), (code & 15, scales, offsets + 8 * scales)]
+
+
+class JoinedMatrix:
+    """Several matrices one below the other, as one."""
+
+    def __init__(self, parts: Sequence[Matrix]):
+        self._parts = parts
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self._parts], -1)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return residual.add_(self(x))
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.logits(x) for part in self._parts], -1)

@@ -1,0 +1,122 @@
+"""Weights in the few bits that a checkpoint stores, kept so in memory: the container, and what it stands for.
+
+    W[o, i] = number(codes[o, i]) * scales[o, i // group] (+ offsets[o, i // group])
+
+    int4   codes uint8 [O, I / 2], values 0 .. 15 that count as -8 .. 7; in each block of 64 columns byte j holds column
+           j in its low bits and column j + 32 in its high ones
+    int8   codes int8 [O, I]
+    fp8    codes e4m3 [O, I]
+
+Layouts of quantised checkpoints can be written so, but for tables of numbers and columns in another order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+BLOCK = 64  # columns of int4 codes that share 32 bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a matrix is stored."""
+
+    kind: Literal["int4", "int8", "fp8"]
+    group: int  # neighbouring columns that share a scale
+    offsets: bool = False
+    eight_bit_inputs: bool = False  # the checkpoint means its inputs to be rounded to e4m3 as well
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.kind == "int4" else 8
+
+    def nbytes(self, outputs: int, inputs: int, itemsize: int) -> int:
+        """Of a matrix, scales and offsets of `itemsize` bytes included."""
+        return outputs * (inputs * self.bits // 8 + (inputs // self.group) * itemsize * (1 + self.offsets))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix [outputs, inputs], or some of its rows."""
+
+    layout: Layout
+    codes: torch.Tensor
+    scales: torch.Tensor  # [O, I / group]
+    offsets: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, layout: Layout, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Packed:
+        """`dtype`: of scales and offsets."""
+        kind = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[layout.kind]
+        width, groups = inputs * layout.bits // 8, inputs // layout.group
+        return cls(layout, torch.empty(outputs, width, dtype=kind, device=device),
+                   torch.empty(outputs, groups, dtype=dtype, device=device),
+                   torch.empty(outputs, groups, dtype=dtype, device=device) if layout.offsets else None)
+
+    @property
+    def outputs(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.codes.shape[1] * 8 // self.layout.bits
+
+    def numel(self) -> int:
+        return self.outputs * self.inputs
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.codes, self.scales, self.offsets) if t is not None)
+
+    def _each(self, change) -> Packed:
+        offsets = None if self.offsets is None else change(self.offsets)
+        return replace(self, codes=change(self.codes), scales=change(self.scales), offsets=offsets)
+
+    def rows(self, start: int, count: int) -> Packed:
+        """A view of some rows."""
+        return self._each(lambda t: t.narrow(0, start, count))
+
+    def take(self, order: torch.Tensor) -> Packed:
+        """Copies of the rows `order`. Codes travel as bytes, since e4m3 has no such operation on CPUs."""
+        taken = self._each(lambda t: (t.view(torch.uint8) if t.dtype.itemsize == 1 else t)[order])
+        return replace(taken, codes=taken.codes.view(self.codes.dtype))
+
+    def columns(self, start: int, count: int) -> Packed:
+        """A view of some columns; both must be multiples of the group, and of BLOCK where there are two in a byte."""
+        def part(t: torch.Tensor) -> torch.Tensor:
+            if t.shape[1] == 1:
+                return t
+            return t.narrow(1, start * t.shape[1] // self.inputs, count * t.shape[1] // self.inputs)
+        return self._each(part)
+
+    def copy_(self, other: Packed) -> None:
+        self.codes.view(torch.uint8).copy_(other.codes.view(torch.uint8))
+        self.scales.copy_(other.scales)
+        if self.offsets is not None and other.offsets is not None:
+            self.offsets.copy_(other.offsets)
+
+    def numbers(self) -> torch.Tensor:
+        """float32 [O, I]: the codes as numbers, without scales."""
+        return unpack4(self.codes).float().sub_(8) if self.layout.kind == "int4" else self.codes.float()
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """[O, I], rounded once."""
+        grouped = self.numbers().view(self.outputs, -1, self.layout.group).mul_(self.scales.float()[..., None])
+        if self.offsets is not None:
+            grouped += self.offsets.float()[..., None]
+        return grouped.view(self.outputs, self.inputs).to(dtype)
+
+
+def pack4(values: torch.Tensor) -> torch.Tensor:
+    """0 .. 15 as uint8 [O, I] -> [O, I / 2]. I is a multiple of BLOCK."""
+    low, high = values.view(values.shape[0], -1, 2, BLOCK // 2).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def unpack4(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse."""
+    halves = codes.view(codes.shape[0], -1, BLOCK // 2)
+    return torch.stack((halves & 15, halves >> 4), 2).view(codes.shape[0], -1)
