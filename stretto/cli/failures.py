@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from rich.console import Console
+
+from stretto.compat import ConfigError
+
 EXIT_FAILED = 1
 EXIT_USAGE = 2  # the command line cannot be understood
 EXIT_REFUSED = 3  # it can be, and cannot be done as asked
@@ -13,3 +19,24 @@ class CommandFailed(RuntimeError):
 
 class UsageError(ValueError):
     """A command line, variable or file that cannot be understood."""
+
+
+def told(command: Callable[[], object], errors: Console) -> int:
+    """Runs a command. Returns its exit code; what can be expected to fail is told in a line each."""
+    try:
+        code = command()
+    except UsageError as e:
+        _print(errors, f"error: {e}")
+        return EXIT_USAGE
+    except CommandFailed as e:
+        _print(errors, f"error: {e}")
+        return EXIT_FAILED
+    except ConfigError as e:
+        for refusal in e.refusals:
+            _print(errors, f"refused: {refusal}")
+        return EXIT_REFUSED
+    return code if isinstance(code, int) else 0
+
+
+def _print(errors: Console, line: str) -> None:
+    errors.print(line, highlight=False, markup=False, soft_wrap=True, style="red")

@@ -14,9 +14,8 @@ from cyclopts import App, Parameter
 from cyclopts.config import Dict
 from rich.console import Console
 
-from stretto.cli.failures import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE, CommandFailed, UsageError
+from stretto.cli.failures import told
 from stretto.cli.sources import Settings, gather, read_units
-from stretto.compat import ConfigError
 
 EPILOGUE = ("Every setting can also come from a variable (STRETTO_MAX_MODEL_LEN) or from the file named by --config or"
             " STRETTO_CONFIG (max-model-len: 8K). The command line wins over variables, variables over the file.")
@@ -76,19 +75,7 @@ def run_app(tokens: Sequence[str], environment: dict[str, str], errors: Console)
         return app(settings.tokens)
 
     app.meta.default(meta)
-    try:
-        code = app.meta(list(tokens), result_action="return_value")
-    except UsageError as e:
-        errors.print(f"error: {e}", highlight=False, markup=False, soft_wrap=True, style="red")
-        return EXIT_USAGE
-    except CommandFailed as e:
-        errors.print(f"error: {e}", highlight=False, markup=False, soft_wrap=True, style="red")
-        return EXIT_FAILED
-    except ConfigError as e:
-        for refusal in e.refusals:
-            errors.print(f"refused: {refusal}", highlight=False, markup=False, soft_wrap=True, style="red")
-        return EXIT_REFUSED
-    return code if isinstance(code, int) else 0
+    return told(lambda: app.meta(list(tokens), result_action="return_value"), errors)
 
 
 def _sources(settings: Settings) -> list:

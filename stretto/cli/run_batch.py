@@ -19,7 +19,7 @@ from stretto.batch import BatchError, Tally, check_items, read_items, run_batch,
 from stretto.cli.failures import EXIT_FAILED, CommandFailed
 from stretto.cli.options import ENGINE, EngineOptions
 from stretto.cli.remote import key_of, server_address
-from stretto.cli.serve import START_CORE
+from stretto.cli.server import START_CORE
 from stretto.config import Config
 from stretto.engine.client import EngineClient
 from stretto.engine.locate import Deferred, locate

@@ -104,8 +104,8 @@ class Histogram:
 class ServerMetrics(Collector):
     """Counts what the server sees; joins it with the engine's snapshot when it is scraped."""
 
-    def __init__(self, info: EngineInfo, model_name: str):
-        self.info, self._labels = info, {"model_name": model_name, "engine": "0"}
+    def __init__(self, info: EngineInfo, model_name: str, engine: int = 0):
+        self.info, self._labels = info, {"model_name": model_name, "engine": str(engine)}
         self._snapshot = EngineStats()
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         self.finished: Counter[str] = Counter()  # by finish reason

@@ -87,7 +87,7 @@ class Service:
         self.names = settings.served_model_names or (self.info.model_name,)
         self.reader = PromptReader(tokenizer, self.info.vocab_size, self.info.max_model_len)
         self.replies = ReplyPlanner(tokenizer)
-        self.metrics = ServerMetrics(self.info, self.names[0])
+        self.metrics = ServerMetrics(self.info, self.names[0], settings.replica)
         self.metrics.adapters = self._adapters
         self.tracing = Tracing(trace_provider, self.names[0]) if trace_provider is not None else None
         self.started = int(time.time())

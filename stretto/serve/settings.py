@@ -16,6 +16,7 @@ class ServeSettings:
     uds: Path | None = None  # a Unix socket to listen on, instead of host and port
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
+    replica: int = 0  # its number among several of one model: the label "engine" of its metrics
     served_model_names: tuple[str, ...] = ()  # the first is reported; empty: the engine's own model name
     api_keys: tuple[str, ...] = ()  # any of them opens the API; empty: open to all
     admin_keys: tuple[str, ...] = ()  # open the operators' routes as well; empty: any API key does

@@ -1,0 +1,108 @@
+"""`stretto serve --replicas N`: what `cli/serve.py` does with a fleet, and the program of one replica.
+
+    python -m stretto.cli.replicas CONFIG      a replica, CONFIG pickled and in base64; its parent is the fleet
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from stretto.cli.failures import told
+from stretto.cli.server import serve_here
+from stretto.config import Config
+from stretto.replicas.fleet import Fleet, Job
+from stretto.replicas.gateway import PROGRAM, Gateway, make_gateway
+from stretto.replicas.placement import LOOPBACK, Place, free_ports, place, usable_cores, visible_gpus
+
+
+def serve_replicas(config: Config) -> int:
+    """Until SIGTERM or Ctrl-C. Returns the exit code. Raises ConfigError and OSError before anything is started."""
+    gpus = () if config.model.device == "cpu" else visible_gpus()
+    places = place(config, gpus, usable_cores())
+    port = config.serve.port or free_ports([0])[0]
+    (metrics_port,) = free_ports([config.serve.port and config.serve.port + len(places) + 1])
+    gateway = make_gateway(config, port, metrics_port)
+    console = Console(stderr=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # of the fleet's own questions
+
+    def on_ready() -> None:
+        print_fleet(fleet_report(places, gateway), console)
+        logging.getLogger(__name__).info("ready on %s", gateway.url)
+
+    async def run() -> int:
+        fleet = Fleet(places, lambda one: replica_job(config, one), gateway, gateway_job(gateway),
+                      config.serve.engine_restarts, config.serve.drain_timeout)
+        return await fleet.run(on_ready)
+
+    return asyncio.run(run())
+
+
+def gateway_job(gateway: Gateway) -> Job:
+    return Job("gateway", PROGRAM, gateway.argv, gateway.python)
+
+
+def replica_job(config: Config, one: Place) -> Job:
+    packed = base64.b64encode(pickle.dumps((replica_config(config, one), one.index))).decode()
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(one.gpus)} if one.gpus else {}
+    return Job(f"replica-{one.index}", "stretto.cli.replicas", [packed], sys.executable, one.cores, environment)
+
+
+def replica_config(config: Config, one: Place) -> Config:
+    """The fleet's configuration as one replica has it: alone, at its own address. TLS ends at the gateway."""
+    serve = replace(config.serve, replicas=1, host=LOOPBACK, port=one.port, ssl_certfile=None, ssl_keyfile=None)
+    file = config.schedule.session_file
+    own = file and file.with_name(f"{file.stem}.{one.index}{file.suffix}")
+    return replace(config, serve=serve, schedule=replace(config.schedule, session_file=own))
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+def fleet_report(places: Sequence[Place], gateway: Gateway) -> dict[str, Any]:
+    """What runs where. JSON-ready; holds no keys."""
+    return {"event": "replicas", "gateway": {
+        "program": PROGRAM, "url": gateway.url, "probes": ["/liveness", "/readiness"],
+        "metrics": f"{gateway.url}/engine_metrics", "own_metrics": f"http://{LOOPBACK}:{gateway.metrics_port}/metrics"},
+        "replicas": [{"replica": one.index, "runs_on": one.hardware, "url": one.url, "metrics": f"{one.url}/metrics"}
+                     for one in places]}
+
+
+def print_fleet(report: dict[str, Any], console: Console) -> None:
+    """A table where `console` is a terminal, else one JSON line."""
+    if console.is_terminal:
+        console.print(_render(report))
+    else:
+        console.file.write(json.dumps(report) + "\n")
+        console.file.flush()
+
+
+def _render(report: dict[str, Any]) -> RenderableType:
+    table = Table(box=None, padding=(0, 2), pad_edge=False, show_edge=False)
+    for title in ("", "runs on", "address", "metrics"):
+        table.add_column(title, overflow="fold")
+    gateway = report["gateway"]
+    table.add_row(f"gateway ({gateway['program']})", "", gateway["url"], gateway["own_metrics"])
+    for one in report["replicas"]:
+        table.add_row(f"replica {one['replica']}", one["runs_on"], one["url"], one["metrics"])
+    return Group(table, Text(f"all replicas' metrics: {gateway['metrics']}   probes: {', '.join(gateway['probes'])}   "
+                             "one restart after the other: SIGHUP"))
+
+
+def main() -> None:
+    """One replica."""
+    config, index = pickle.loads(base64.b64decode(sys.argv[1]))
+    sys.exit(told(lambda: serve_here(config, index), Console(stderr=True)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Which replica runs where: ports, GPUs, cores. Decided once, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from stretto.compat import ConfigError, Refusal
+from stretto.config import Config
+
+LOOPBACK = "127.0.0.1"  # only the gateway calls replicas
+PROBE_SECONDS = 120.0
+_COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of one replica. `gpus`: as CUDA_VISIBLE_DEVICES names them; (): it runs on a CPU. `cores`: (): any."""
+
+    index: int
+    port: int
+    gpus: tuple[str, ...] = ()
+    cores: tuple[int, ...] = ()
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}"
+
+    @property
+    def hardware(self) -> str:
+        """For people."""
+        if self.gpus:
+            return f"GPU {', '.join(self.gpus)}"
+        return f"cores {', '.join(map(str, self.cores))}" if self.cores else "all cores, shared"
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """GPUs that this process may use: those that CUDA_VISIBLE_DEVICES names, or all that torch sees. torch is asked in
+    a process of its own, since it takes seconds to load and this one does without it."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(gpu.strip() for gpu in named.split(",") if gpu.strip())
+    asked = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, timeout=PROBE_SECONDS)
+    return tuple(map(str, range(int(asked.stdout)))) if asked.returncode == 0 else ()
+
+
+def usable_cores() -> tuple[int, ...]:
+    """(): this system cannot keep a process to cores."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+
+
+def place(config: Config, gpus: Sequence[str], cores: Sequence[int]) -> tuple[Place, ...]:
+    """Every replica gets --tensor-parallel-size GPUs of its own, neighbours first; without GPUs, an equal share of the
+    cores. Ports follow the gateway's, so that they are the same at the next start. Raises ConfigError where there are
+    too few GPUs, and OSError that names a port which is taken."""
+    count, ranks = config.serve.replicas, config.parallel.tensor_parallel_size
+    if config.model.device == "cuda" or (gpus and config.model.device != "cpu"):
+        if len(gpus) < count * ranks:
+            least = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''}"
+            raise ConfigError([Refusal(
+                f"--replicas {count}", f"--tensor-parallel-size {ranks} on {least}",
+                f"{count * ranks} GPUs are needed, {ranks} each", f"set --replicas {len(gpus) // ranks or 1} or less")])
+        shares = [Place(i, 0, gpus=tuple(gpus[i * ranks : (i + 1) * ranks])) for i in range(count)]
+    else:
+        each = len(cores) // count
+        shares = [Place(i, 0, cores=tuple(cores[i * each : (i + 1) * each])) for i in range(count)]
+    ports = _ports(config.serve.port, count)
+    return tuple(replace(share, port=port) for share, port in zip(shares, ports, strict=True))
+
+
+def _ports(gateway: int, count: int) -> list[int]:
+    """The ones after the gateway's, or free ones where that is 0."""
+    wanted = [0] * count if gateway == 0 else [gateway + 1 + i for i in range(count)]
+    return free_ports(wanted)
+
+
+def free_ports(wanted: Sequence[int]) -> list[int]:
+    """These ports of the loopback address, 0 standing for any free one. Raises OSError that names one that is taken."""
+    sockets = []
+    try:
+        for port in wanted:
+            sock = socket.socket()
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((LOOPBACK, port))
+                sock.listen(1)
+            except (OSError, OverflowError) as e:
+                why = getattr(e, "strerror", None) or e
+                raise OSError(f"cannot listen on {LOOPBACK}:{port}: {why}; replicas and the gateway's metrics take the"
+                              " ports after --port: choose another --port, or 0 for free ones") from e
+        return [sock.getsockname()[1] for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()

@@ -1,0 +1,37 @@
+"""A fleet whose replicas run the scripted core, as a program: gateway's Python, port, number of replicas, then JSON for
+CoreOptions and for the settings that replicas share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from stretto.cli.replicas import fleet_report, gateway_job
+from stretto.config import Config, ServeSection
+from stretto.logs import set_up_logging
+from stretto.replicas.fleet import Fleet, Job
+from stretto.replicas.gateway import Gateway
+from stretto.replicas.placement import Place, free_ports, place
+
+if __name__ == "__main__":
+    python, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    options, settings = (json.loads(text) for text in sys.argv[4:6])
+    set_up_logging("info", "text")
+    keys = {name: tuple(settings.get(known, ())) for name, known in (("api_key", "api_keys"),
+                                                                     ("admin_api_key", "admin_keys"))}
+    serve = ServeSection(port=0, replicas=count, **keys)
+    places = place(Config(serve=serve), (), ())
+    gateway = Gateway(python, "127.0.0.1", port, free_ports([0])[0], serve)
+
+    def job(one: Place) -> Job:
+        own = json.dumps(settings | {"replica": one.index})
+        return Job(f"replica-{one.index}", "tests.serve.serve_fake", [str(one.port), json.dumps(options), own],
+                   sys.executable)
+
+    async def run() -> int:
+        fleet = Fleet(places, job, gateway, gateway_job(gateway), settings.get("engine_restarts", 3),
+                      settings.get("drain_timeout", 30.0))
+        return await fleet.run(lambda: print(json.dumps(fleet_report(places, gateway)), flush=True))
+
+    sys.exit(asyncio.run(run()))

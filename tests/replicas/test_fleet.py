@@ -1,0 +1,279 @@
+"""Several servers behind the gateway, under load: restarts lose nothing, deaths cost what had begun, one signal ends
+all. The gateway is a program of an environment of its own (tests/clients/environments.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.clients.environments import python_environment
+from tests.clients.test_gateways import SMG, free_port
+from tests.serve.conftest import events
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # an environment may have to be made first
+ROOT = Path(__file__).resolve().parents[2]
+STORIES = ROOT / "../shared/data/models/stories260k"
+OPTIONS = {"max_model_len": 100_000, "step_seconds": 0.005}
+
+
+class FleetProgram:
+    def __init__(self, folder: Path, count: int, options: dict[str, Any], settings: dict[str, Any]):
+        self.port, self._log = free_port(), folder / "log"
+        self.key = settings.get("api_keys", [None])[0]
+        python = str(python_environment("smg", SMG))
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.replicas.fleet_of_fakes", python, str(self.port), str(count),
+                 json.dumps(options), json.dumps(settings)],
+                cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=log, text=True)
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False, headers=headers)
+
+    def ready(self) -> dict[str, Any]:
+        """The report; ends with the fleet's first line."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.log()
+        return json.loads(line)
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def until(self, what: Callable[[], bool], seconds: float = 60) -> None:
+        ends = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < ends and self.process.poll() is None, self.log()[-3000:]
+            time.sleep(0.05)
+
+    def complete(self, prompt: str, session: str, **fields: Any) -> httpx.Response:
+        body = {"model": "fake/tiny", "prompt": prompt, "max_tokens": 40} | fields
+        return self.http.post("/v1/completions", json=body, headers={"x-session-id": session})
+
+    def replica(self, index: int) -> psutil.Process:
+        (found,) = [child for child in psutil.Process(self.process.pid).children()
+                    if f"replica-{index}" in child.cmdline()]
+        return found
+
+    def gateway(self) -> psutil.Process:
+        """The child that is no replica; it chooses its name itself."""
+        (found,) = [child for child in psutil.Process(self.process.pid).children()
+                    if not any("replica-" in part for part in child.cmdline())]
+        return found
+
+
+@contextlib.contextmanager
+def fleet(folder: Path, count: int = 2, options: dict[str, Any] | None = None,
+          **settings: Any) -> Iterator[FleetProgram]:
+    made = FleetProgram(folder, count, OPTIONS | (options or {}), settings)
+    try:
+        yield made
+    finally:
+        made.http.close()
+        family = psutil.Process(made.process.pid).children(recursive=True) if made.process.poll() is None else []
+        made.process.kill()
+        made.process.wait()
+        assert not psutil.wait_procs(family, timeout=10)[1], "something outlives the fleet"
+
+
+class Load:
+    """Clients that go on until they are told to stop; each is a session of its own, and every second call streams."""
+
+    def __init__(self, served: FleetProgram, clients: int, tokens: int):
+        self.answers: list[tuple[str, bool, httpx.Response]] = []
+        self._served, self._tokens, self._over = served, tokens, threading.Event()
+        self._threads = [threading.Thread(target=self._client, args=(i,)) for i in range(clients)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _client(self, number: int) -> None:
+        turn = 0
+        while not self._over.is_set():
+            streamed = bool(turn % 2)
+            answer = self._served.complete(f"client {number} turn {turn}", f"client {number}",
+                                           max_tokens=self._tokens, stream=streamed)
+            self.answers.append((f"client {number}", streamed, answer))
+            turn += 1
+
+    def failures(self) -> list[str]:
+        """Answers that are not whole: another status, an error in the stream, or no end."""
+        return [f"{who}: {answer.status_code} {answer.text[-300:]}" for who, streamed, answer in self.answers
+                if answer.status_code != 200 or (streamed and (events(answer.text)[-1] != "[DONE]"
+                                                               or '"error"' in answer.text))]
+
+
+def test_a_rolling_restart_loses_no_request(tmp_path: Path):
+    with fleet(tmp_path, api_keys=["k1", "k2"], admin_keys=["a1"]) as served:
+        report = served.ready()
+        assert [one["replica"] for one in report["replicas"]] == [0, 1] and "k1" not in json.dumps(report)
+        before = [served.replica(i).pid for i in (0, 1)]
+        with Load(served, 8, 60) as load:
+            time.sleep(0.5)
+            served.process.send_signal(signal.SIGHUP)
+            served.until(lambda: "all replicas have been restarted" in served.log())
+            time.sleep(0.5)
+        assert load.failures() == [] and len(load.answers) > 16
+        assert not {served.replica(i).pid for i in (0, 1)} & set(before)
+        for key, status in (("k2", 200), ("a1", 200), ("wrong", 401)):
+            answer = served.http.post("/v1/completions", json={"prompt": "say:hi", "model": "fake/tiny"},
+                                      headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == status, f"{key}: {answer.text}"
+        assert served.http.post("/workers", json={"url": "http://127.0.0.1:9"}).status_code in (401, 403)
+        secret = [argument for child in psutil.Process(served.process.pid).children(recursive=True)
+                  for argument in child.cmdline() if "k1" in argument or "k2" in argument or "admin" in argument]
+        assert secret == [], "keys can be seen by everybody on this machine"
+
+
+def test_a_killed_replica_costs_no_more_than_what_it_was_answering(tmp_path: Path):
+    with fleet(tmp_path) as served:
+        served.ready()
+        running: list[httpx.Response] = []
+        threads = [threading.Thread(target=lambda i=i: running.append(
+            served.complete("x", f"running {i}", max_tokens=500, stream=True))) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        victim = served.replica(1)
+        victim.kill()
+        with Load(served, 4, 20) as load:  # who comes after it notices nothing
+            for thread in threads:
+                thread.join()
+            served.until(lambda: "replica 1 serves" in served.log().partition("has died")[2])
+        assert load.failures() == [] and len(load.answers) > 8
+        told = [answer for answer in running if '"error"' in answer.text]
+        whole = [answer for answer in running if answer not in told]
+        assert told and whole, "the sessions were not on both replicas"
+        short = [f"{answer.status_code}: {answer.text[-400:]}" for answer in whole
+                 if '"finish_reason":"length"' not in answer.text]
+        assert short == [], "an answer was cut off in silence"
+        assert "replica 1 has died (exit code -9)" in served.log() and victim.pid != served.replica(1).pid
+        metrics = served.http.get("/engine_metrics").text
+        assert 'engine="0"' in metrics and 'engine="1"' in metrics
+
+
+def test_sessions_stay_where_they_are_and_common_beginnings_meet(tmp_path: Path):
+    with fleet(tmp_path, count=3) as served:
+        urls = [one["url"] for one in served.ready()["replicas"]]
+
+        def answered() -> list[float]:
+            pages = [httpx.get(f"{url}/metrics", trust_env=False).text.splitlines() for url in urls]
+            return [sum(float(line.rpartition(" ")[2]) for line in page
+                        if line.startswith("stretto_http_responses_total{") and 'route="/v1/completions"' in line)
+                    for page in pages]
+
+        homes = set()
+        for session in range(12):
+            before = answered()
+            for turn in range(4):
+                assert served.complete(f"say:{session} {turn}", f"session {session}").status_code == 200
+            grown = [now - old for now, old in zip(answered(), before, strict=True)]
+            assert sorted(grown) == [0, 0, 4], f"session {session} was at {grown}"
+            homes.add(grown.index(4))
+        assert len(homes) > 1, "twelve sessions, and one server has them all"
+        before, prompt = answered(), "say:" + "one long beginning that all of them share " * 20
+        for ending in range(6):  # no session: the prefix decides
+            served.http.post("/v1/completions",
+                             json={"model": "fake/tiny", "prompt": f"{prompt}{ending}", "max_tokens": 2})
+        assert sorted(now - old for now, old in zip(answered(), before, strict=True)) == [0, 0, 6]
+
+
+def test_a_stop_drains_and_leaves_nothing(tmp_path: Path):
+    with fleet(tmp_path) as served:
+        served.ready()
+        family = psutil.Process(served.process.pid).children(recursive=True)
+        answers: list[httpx.Response] = []
+        threads = [threading.Thread(target=lambda i=i: answers.append(
+            served.complete("x", f"s{i}", max_tokens=300, stream=True))) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        served.process.send_signal(signal.SIGINT)
+        for thread in threads:
+            thread.join()
+        assert [events(answer.text)[-1] for answer in answers] == ["[DONE]"] * 4
+        assert all('"error"' not in answer.text for answer in answers)
+        assert served.process.wait(30) == 0, served.log()
+        assert not psutil.wait_procs(family, timeout=5)[1]
+
+
+def test_a_killed_gateway_comes_back_and_a_killed_fleet_leaves_nothing(tmp_path: Path):
+    with fleet(tmp_path) as served:
+        served.ready()
+        served.gateway().kill()
+        served.until(lambda: "the gateway has died (exit code -9)" in served.log())
+
+        def answers() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return all(served.complete("say:hi", f"s{i}").status_code == 200 for i in range(6))
+            return False
+
+        served.until(answers)
+        family = psutil.Process(served.process.pid).children(recursive=True)
+        served.process.kill()
+        assert not psutil.wait_procs(family, timeout=10)[1]
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="shared/data/models/stories260k is absent")
+def test_the_command_serves_real_engines_with_sessions(tmp_path: Path):
+    """`stretto serve --replicas 2`: a session goes on at its replica, appended to, and is found nowhere else."""
+    smg, port = python_environment("smg", SMG), free_port()
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from stretto.cli.main import main; main()", "serve",
+             str(STORIES), "--replicas", "2", "--port", str(port), "--device", "cpu"],
+            env={**os.environ, "PATH": f"{smg.parent}:{os.environ['PATH']}"}, stderr=log)
+    http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False)
+    try:
+        ends = time.monotonic() + 120
+        while '"event": "replicas"' not in (tmp_path / "log").read_text():
+            assert process.poll() is None and time.monotonic() < ends, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        line = next(line for line in (tmp_path / "log").read_text().splitlines() if '"event": "replicas"' in line)
+        urls = [one["url"] for one in json.loads(line)["replicas"]]
+        for session in ("one", "two", "three"):
+            for turn in range(3):
+                body = {"model": "stories260k", "prompt": f"Once {turn}", "max_tokens": 5, "session_id": session,
+                        "session": {"mode": "append"}}
+                answer = http.post("/v1/completions", json=body, headers={"x-session-id": session})
+                assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 5
+            known = [httpx.get(f"{url}/v1/sessions/{session}", trust_env=False) for url in urls]
+            assert sorted(one.status_code for one in known) == [200, 404]
+            assert next(one.json()["turns"] for one in known if one.status_code == 200) == 3
+        by_header = http.post("/v1/completions", headers={"x-smg-routing-key": "four"},
+                              json={"model": "stories260k", "prompt": "Once", "max_tokens": 5})
+        assert by_header.status_code == 200
+        known = [httpx.get(f"{url}/v1/sessions/four", trust_env=False).status_code for url in urls]
+        assert sorted(known) == [200, 404]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        http.close()
+        process.kill()
+        process.wait()
+
+
+def test_replicas_that_cannot_start_end_the_start(tmp_path: Path):
+    with fleet(tmp_path, options={"start_error": "no such model"}) as served:
+        assert served.process.wait(60) != 0
+        assert "no such model" in served.log()
