@@ -208,10 +208,10 @@ def _words(record):
 def _item(record, token, tokens, first_pos, low, high, slot, partial, head, q_ptr, k_cache, v_cache, k_scales,
           v_scales, tables, out, partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride,
           page_stride, cell_stride, head_stride, table_stride, in_scale, out_scale, rope, positions, cells, q_weight,
-          k_weight, eps, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr, HEADS_KV: tl.constexpr,
-          D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-          SKIP_MASK: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr,
-          PROJECTED: tl.constexpr, NORM: tl.constexpr, NEW: tl.constexpr):
+          k_weight, eps, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr,
+          G: tl.constexpr, HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
+          KEYS: tl.constexpr, STAGES: tl.constexpr, SKIP_MASK: tl.constexpr, PRECISION: tl.constexpr,
+          UPCAST: tl.constexpr, FP8: tl.constexpr, PROJECTED: tl.constexpr, NORM: tl.constexpr, NEW: tl.constexpr):
     """One work item for one KV head. Query row i of the tile is token i // G, head i % G of the group. PROJECTED: heads
     come as projected, the new keys and values behind the queries (`triton_projected`)."""
     HEADS: tl.constexpr = HEADS_KV * G

@@ -5,9 +5,9 @@
                               item that reads
                               them
 
-This saves short steps a launch a layer (`ops.layer.rotate_and_write`, which computes the same). Each cell belongs to one
-item of its row and KV head, and no other item reads it in this launch; so the program that writes it is the only one
-that has to wait for the write.
+This saves short steps a launch a layer (`ops.layer.rotate_and_write`, which computes the same). Each cell belongs to
+one item of its row and KV head, and no other item reads it in this launch; so the program that writes it is the only
+one that has to wait for the write.
 
 This module imports Triton at the top: import it only where a kernel is going to run.
 """
@@ -22,8 +22,9 @@ from stretto.ops.triton_fp8 import exponent_for, power_of, rounded
 
 @triton.jit
 def turned(x, at, position, table, weight, eps, keep, D: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr):
-    """The heads at x + at [N], RMS-normed by `weight` [D] where NORM says so, rotated to position [N]. table [positions,
-    D] float32, row p = [cos | sin]. Returns [N, BLOCK_D] float32, zeros where `keep` [N] does not hold."""
+    """The heads at x + at [N], RMS-normed by `weight` [D] where NORM says so, rotated to position [N].
+
+    table [positions, D] float32, row p = [cos | sin]. Returns [N, BLOCK_D] float32, zeros where not `keep` [N]."""
     HALF: tl.constexpr = D // 2
     d = tl.arange(0, BLOCK_D)
     partner = (d + HALF) % D

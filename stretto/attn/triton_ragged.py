@@ -140,7 +140,7 @@ class TritonRagged:
         return out
 
     def takes_projected(self, layer: LayerSpec, step: RaggedStep, meta: object) -> bool:
-        """See `attn.api.TakesProjected`. Steps without chunks: the item that writes a cell is the only one to read it."""
+        """See `attn.api.TakesProjected`. In steps without chunks the item that writes a cell is alone in reading it."""
         return (isinstance(meta, RaggedPlan) and layer.head_dim % 2 == 0 and step.q_len.numel() <= MOST_PROJECTED
                 and self._few_only(layer, step, meta))
 
@@ -195,7 +195,7 @@ class TritonRagged:
         out_scale = LOG2E.value * (softcap or layer.scale)
         heads = self.capacity(layer) * layer.n_heads
         partial_out, partial_lse = self.workspace[: heads * layer.head_dim], self.workspace[heads * layer.head_dim :]
-        cu_q, overlap = step.cu_q, self.arch >= 90  # programmatic dependent launch: the second launch does not wait for the first
+        cu_q, overlap = step.cu_q, self.arch >= 90  # programmatic dependent launch
         attend_kernel[(tile.programs * self.n_sm,)](
             q, k_cache, v_cache, *(scales or (q, q)), table, plan.items, plan.counts, plan.arrivals, cu_q, out,
             partial_out, partial_lse, out if sinks is None else sinks, q.stride(0), q.stride(1), k_cache.stride(0),
@@ -207,6 +207,7 @@ class TritonRagged:
             KEYS=tile.keys, STAGES=tile.stages, WORDS=ITEM_WORDS, FIRST=first, PDL=overlap,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             UPCAST=INTERPRETED and q.dtype == torch.bfloat16, FP8=scales is not None, PROJECTED=projected is not None,
-            NORM=projected is not None and projected.norm is not None, NEW=1 if projected is None else self._most_new(layer, step, tile), num_warps=tile.warps,
+            NORM=projected is not None and projected.norm is not None,
+            NEW=1 if projected is None else self._most_new(layer, step, tile), num_warps=tile.warps,
             maxnreg=tile.registers,
             **({"launch_pdl": True} if overlap else {}))

@@ -21,7 +21,8 @@ ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 def build(kernel, pointers: dict[str, str], constants: dict, options: dict, arch: int) -> int:
     names = kernel.arg_names
-    rest = {n: "constexpr" if n in constants else "fp32" if n.endswith("_scale") or n == "eps" else "i32" for n in names}
+    floats = [n for n in names if n.endswith("_scale") or n == "eps"]
+    rest = {n: "constexpr" if n in constants else "fp32" if n in floats else "i32" for n in names}
     aligned = [n for n in names if n in pointers or (n.endswith("_stride") and n != "table_stride")]
     source = ASTSource(kernel, {n: pointers.get(n, rest[n]) for n in names},
                        {(names.index(n),): v for n, v in constants.items()},

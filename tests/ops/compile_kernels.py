@@ -62,8 +62,8 @@ def skinny_kernels(arch: int, pdl: bool):
             yield f"{rows} rows of {inputs} to {outputs}", build(
                 triton_skinny.few_rows_kernel,
                 options | dict(BM=rows, BN=blocks.outputs, BK=blocks.columns, SPLIT=blocks.split, GATED=gated,
-                               NORM=blocks.split == 1, STAGES=blocks.stages, AHEAD=blocks.ahead, PIECE=blocks.piece, PRECISION="tf32",
-                               UPCAST=False), blocks.warps, arch, {})
+                               NORM=blocks.split == 1, STAGES=blocks.stages, AHEAD=blocks.ahead, PIECE=blocks.piece,
+                               PRECISION="tf32", UPCAST=False), blocks.warps, arch, {})
 
 
 def fixed_kernels(arch: int, pdl: bool):
