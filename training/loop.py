@@ -170,8 +170,8 @@ class Trainer:
         return loss + (F.binary_cross_entropy_with_logits(sure.float(), right, reduction="none") * weight).sum()
 
     def _targets(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids of the head's vocabulary and their weights, [N, 1 + L]: the true id, and what the target finds likely. All
-        weights of a batch sum up to 1."""
+        """Ids of the head's vocabulary and their weights, [N, 1 + L]: the true id, and what the target finds likely.
+        All weights of a batch sum up to 1."""
         likely = inputs.probabilities.flatten(0, 2)
         ids = torch.cat([inputs.labels.flatten()[:, None], inputs.likely.flatten(0, 2)], 1)
         hard = torch.full_like(likely[:, :1], self.options.hard)

@@ -1,4 +1,4 @@
-"""Optimisers whose steps can be captured in a CUDA graph: learning rates are tensors, and nothing is decided on the host.
+"""Optimisers whose steps can be captured in a CUDA graph: learning rates are tensors, nothing is decided on the host.
 
 torch.optim.Muon takes its rate as a number, which a graph would keep for ever; this one is the same but for that, and
 for matrices of one shape being orthogonalised side by side.

@@ -20,7 +20,8 @@ import cyclopts
 
 SHARED_WORDS = 12  # a run of so many words that an evaluation prompt has too disqualifies a prompt
 
-SUMMARISE = ("Summarize: {text}", "Summarize: {text}", "Summarize the following text in two or three sentences.\n\n{text}",
+SUMMARISE = ("Summarize: {text}", "Summarize: {text}",
+             "Summarize the following text in two or three sentences.\n\n{text}",
              "{text}\n\nGive a short summary of the passage above.", "What are the key points of this text?\n\n{text}",
              "{text}\n\nTL;DR")
 ANSWER = ("{text}\n\nAnswer the question using the passage above: {question}",
@@ -32,7 +33,7 @@ QUESTIONS = ("What is this passage about?", "Who is speaking, and to whom?", "Wh
              "What is likely to happen next?", "What is the most important sentence, and why?")
 RETRIEVED = ("{text}\n{question}",)
 NAMED = ("Who is {name}?", "Who was {name}?", "When was {name} born?", "What did {name} do?", "Where does {name} live?",
-         "Why is {name} important?", "How old is {name}?", "What is {name} known for?", "Who plays {name} in the movie?",
+         "Why is {name} important?", "How old is {name}?", "What is {name} known for?", "Who plays {name} in it?",
          "Who is the father of {name}?", "When does {name} come out?", "How many books did {name} write?",
          "Where is {name} from?", "What happened to {name}?", "Who wrote the song {name}?", "Where was {name} made?")
 REWRITE = ("Rewrite the following text in simple modern English.\n\n{text}",

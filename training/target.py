@@ -72,8 +72,8 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the target makes of N positions: states, and, for those before an id of an answer, the likeliest next ids and
-    their probabilities."""
+    """What the target makes of N positions: states, and, for those before an id of an answer, the likeliest next ids
+    and their probabilities."""
 
     taps: torch.Tensor  # [N, n, E]
     ids: torch.Tensor  # [N, LIKELY] int32

@@ -64,9 +64,9 @@ class DraftHead:
 
 
 def _lent_rows(repo: DraftRepo, context: DrafterContext, ids: torch.Tensor, hidden_size: int) -> torch.Tensor:
-    """The target's head of these ids, [D, E]. A target keeps its head in whatever form is fastest, or spread over ranks;
-    all that it promises is logits, and those of the unit vectors are the head's columns. Raises DrafterError where
-    logits are no product."""
+    """The target's head of these ids, [D, E]. A target keeps its head in whatever form is fastest, or spread over
+    ranks; all that it promises is logits, and those of the unit vectors are the head's columns. Raises DrafterError
+    where logits are no product."""
     assert context.model is not None
     logits, unit = context.model.logits, torch.eye(hidden_size, dtype=context.dtype, device=context.device)
     weight = torch.empty(len(ids), hidden_size, dtype=context.dtype, device=context.device)
@@ -74,8 +74,8 @@ def _lent_rows(repo: DraftRepo, context: DrafterContext, ids: torch.Tensor, hidd
         weight[:, some] = logits(unit[some])[:, ids].t().to(context.dtype)
     if not torch.equal(logits(2 * unit[:2]), 2 * logits(unit[:2])):
         name = context.target.name if context.target else "without a name"
-        raise DrafterError(f"{repo.name} drafts {len(ids)} ids by the target's head, and the logits of target {name} are"
-                           " no plain product of its head: the draft checkpoint needs an lm_head.weight of its own")
+        raise DrafterError(f"{repo.name} drafts {len(ids)} ids by the target's head, and the logits of target {name}"
+                           " are no plain product of its head: the draft checkpoint needs an lm_head.weight of its own")
     return weight
 
 

@@ -12,7 +12,7 @@ from stretto.testing import Ask, Setup, greedy, make_engine, run, target_of
 from training import export, prompts
 from training.answers import Answered, Answers, Dataset
 from training.heads import DFlash, DSpark, Eagle3, Seen, Shape, logits_of, shape_of
-from training.loop import Options, Race, SparseCrossEntropy, Trainer, inputs_of
+from training.loop import Options, SparseCrossEntropy, Trainer, inputs_of
 from training.optim import Muon
 from training.target import Teacher
 
