@@ -10,7 +10,8 @@ from stretto.spec.api import Drafter, DrafterCaps
 from stretto.spec.block import Backbone, BlockDrafter, block_caps, read_layout, tensor_name
 from stretto.spec.context import DrafterContext, DrafterSizes, Target
 from stretto.spec.layers import kv_groups
-from stretto.spec.repos import count_parameters, open_repo
+from stretto.spec.repos import open_repo
+from stretto.spec.vocabulary import count_head_drafter
 
 
 class DFlash:
@@ -25,7 +26,7 @@ class DFlash:
     def sizes(self, settings: str, target: Target) -> DrafterSizes:
         repo = open_repo("dflash", settings)
         layout = read_layout(repo, target, "dflash_config", from_anchor=False)
-        parameters = count_parameters(repo.source(), lambda n: tensor_name(n) not in (None, "d2t", "t2d"))
+        parameters = count_head_drafter(repo.source(), tensor_name, layout.config.hidden_size)
         return DrafterSizes(block_caps(layout), parameters, kv_groups(layout.config))
 
     def make(self, settings: str, context: DrafterContext) -> Drafter:

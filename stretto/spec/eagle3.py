@@ -32,12 +32,11 @@ from stretto.spec.repos import (
     check_equal,
     check_made_for,
     check_vocabulary,
-    count_parameters,
     open_repo,
     tap_names,
 )
 from stretto.spec.sources import Renamed, parse_config
-from stretto.spec.vocabulary import DraftHead
+from stretto.spec.vocabulary import DraftHead, count_head_drafter
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class Eagle3:
     def sizes(self, settings: str, target: Target) -> DrafterSizes:
         repo = open_repo("eagle3", settings)
         layout = read_layout(repo, target)
-        parameters = count_parameters(repo.source(), lambda n: tensor_name(n) not in (None, "d2t", "t2d"))
+        parameters = count_head_drafter(repo.source(), tensor_name, layout.config.hidden_size)
         return DrafterSizes(chain_caps(frozenset(layout.taps)), parameters, kv_groups(layout.config),
                             len(set(layout.taps)) * target.hidden_size)
 

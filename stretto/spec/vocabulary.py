@@ -6,13 +6,15 @@ propose get -inf.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from stretto.model.matrix import best_matrix
 from stretto.model.source import WeightSource
 from stretto.model.weights import Weights
 from stretto.spec.context import DrafterContext, DrafterError
-from stretto.spec.repos import DraftRepo
+from stretto.spec.repos import DraftRepo, count_parameters
 
 
 class DraftHead:
@@ -61,6 +63,13 @@ class DraftHead:
             return logits
         out = torch.full((len(logits), self.vocab_size), float("-inf"), device=logits.device)
         return out.index_copy_(1, self.ids, logits)
+
+
+def count_head_drafter(source: WeightSource, tensor_name: Callable[[str], str | None], hidden_size: int) -> int:
+    """Parameters of a checkpoint whose tensors are renamed so, and of the rows of the target's head that it borrows."""
+    names = {tensor_name(name): name for name in source.names()}
+    lent = source.shape(names["d2t"])[0] if "d2t" in names and "lm_head.weight" not in names else 0
+    return lent * hidden_size + count_parameters(source, lambda name: tensor_name(name) not in (None, "d2t", "t2d"))
 
 
 def _lent_rows(repo: DraftRepo, context: DrafterContext, ids: torch.Tensor, hidden_size: int) -> torch.Tensor:
