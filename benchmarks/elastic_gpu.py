@@ -120,7 +120,8 @@ class Fixed(Elastic):
         rows = len(demand.slots)
         drafts = min(self.drafts, self._drafted)
         work = StepWork(rows, rows * (1 + drafts), demand.context)
-        return Choice([drafts] * rows, demand.chunk_tokens, WIDTH if self.drafts else 0, self._drafted, work, 0.0, 0.0)
+        return Choice([drafts] * rows, demand.chunk_tokens, WIDTH if self.drafts else 0, self._drafted, 0, 0.0, work, 0.0,
+                      0.0)
 
 
 class ByTokens(Fixed):

@@ -146,11 +146,13 @@ class StepPlan:
     rows: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, epoch, q_cap)
     late_mask: bool = False  # sampling waits for the LateMask of this seq; the forward pass does not
     fence: int = -1  # the step begins once the page operations of plans up to this seq are done
+    tokens: int = 0  # packed at most: drafts beyond it wait, those of later rows first; 0: the sum of the caps
+    least: float = 0.0  # a drafter that knows its chances offers no id whose chance to be reached and right is lower
 
 
 # Packed layout, int32: header, then the sections in the order of Sections, each as rows of a fixed width.
 HEADER = 24
-_FENCE, _LATE_MASK = 22, 23  # of the header
+_TOKENS, _LEAST, _FENCE, _LATE_MASK = 20, 21, 22, 23  # of the header
 _SEAT_WIDTH = 4 + N_INT + N_REAL  # slot, fresh, log_from, log count, columns
 
 
@@ -178,6 +180,8 @@ class PackedPlan(Generic[Array]):
     processors: Array  # [words]: for each slot that has some: slot, bytes of JSON, the bytes padded to whole words
     late_mask: bool = False
     fence: int = -1
+    tokens: int = 0
+    least: float = 0.0
 
     @property
     def moves(self) -> bool:
@@ -258,6 +262,7 @@ def pack_plan(plan: StepPlan) -> np.ndarray:
     header[0], header[1] = plan.seq, plan.draft_width
     header[2 : 2 + len(arrays)] = [len(a) for a in arrays]
     header[_FENCE], header[_LATE_MASK] = plan.fence, plan.late_mask
+    header[_TOKENS], header[_LEAST] = plan.tokens, _bits(plan.least)
     return np.concatenate([header, *(a.reshape(-1) for a in arrays)])
 
 
@@ -269,7 +274,8 @@ def split_plan(header: np.ndarray, packed: Any) -> PackedPlan[Any]:
         views[name] = view.reshape(count, width) if width > 1 else view
         at += count * width
     return PackedPlan(seq=int(header[0]), draft_width=int(header[1]), late_mask=bool(header[_LATE_MASK]),
-                      fence=int(header[_FENCE]), **views)
+                      fence=int(header[_FENCE]), tokens=int(header[_TOKENS]),
+                      least=float(header[_LEAST : _LEAST + 1].view(np.float32)[0]), **views)
 
 
 # ------------------------------------------------------------------------------------------------------- late masks

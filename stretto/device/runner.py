@@ -146,7 +146,7 @@ class Runner:
         slots = on_host.rows[:, 0].tolist()
         rows = self.features.of_rows(slots)
         asked = step_shape(on_host.rows[:, 2].tolist(), rows, plan.draft_width if self.drafter else 0, self.exact,
-                           plan.late_mask)
+                           plan.late_mask, plan.tokens)
         if self.fixed:
             asked = replace(asked, fixed=True)
         if plan.late_mask:
@@ -168,6 +168,7 @@ class Runner:
 
     def _before(self, on_host: PackedPlan[np.ndarray]) -> None:
         self.features.update(on_host)
+        self.table.ask_for(on_host.least)
         if (on_host.seats[:, 4 + Int.GOAL] >= Goal.EMBED).any():
             self.table.widen_sums(self.model.hidden_size)
         if len(on_host.biases):

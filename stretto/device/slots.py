@@ -54,8 +54,15 @@ class SlotTable:
         self.page_tables = self.tables.unbind(0)  # one a group
         self.custom = CustomProcessors(n_slots, device)
         self.proposals: Proposals | None = None  # where drafts are verified by rejection sampling
+        self.least, self._least = torch.zeros((), dtype=torch.float32, device=device), 0.0
         self.ints[Int.DONE] = 1
         self.ints[Int.EPOCH] = -1
+
+    def ask_for(self, least: float) -> None:
+        """From the next step on, drafters that know their chances offer only ids of this chance or a better one."""
+        if least != self._least:
+            self.least.fill_(least)
+            self._least = least
 
     # ------------------------------------------------------------------------------------------------ read access
     @property

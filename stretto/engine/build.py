@@ -26,9 +26,10 @@ from stretto.config import (
 )
 from stretto.device.graphs import tokens_bucket, usual_shapes
 from stretto.device.host_pages import PinError
-from stretto.device.kv import KVCache, group_layers, kv_dtype
+from stretto.device.kv import KVCache, kv_dtype
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
+from stretto.device.states import kv_groups
 from stretto.device.streams import DeviceHalf, make_device
 from stretto.engine.adapters import AdapterLoader
 from stretto.engine.core import EngineCore
@@ -179,10 +180,12 @@ def _elastic(prepared: Prepared, limits: HostLimits, device: DeviceHalf, vocab_s
     told = partial(progress, "step times") if progress else None
     samples, _ = cached(cache_folder(), key, lambda: times.measure(progress=told))
     width, goal = limits.width, resolved.config.schedule.slo_itl_ms
-    chain = prepared.facts.drafter is not None and prepared.facts.drafter.caps.shape == "chain"
+    caps = prepared.facts.drafter.caps if prepared.facts.drafter is not None else None
+    chain = caps is not None and caps.shape == "chain"
     widths = sorted({0, (width + 1) // 2, width}) if chain else sorted({0, width})
     return Elastic(CostModel(samples, limits.budget, None if exact else tokens_bucket), limits.max_slots, widths, exact,
-                   goal and goal / 1e3, on_host=limits.drafter is not None, adapts=resolved.elastic)
+                   goal and goal / 1e3, on_host=limits.drafter is not None, adapts=resolved.elastic,
+                   confident=caps is not None and caps.confidence)
 
 
 class _Clock:
@@ -198,7 +201,7 @@ def make_runner(model: CausalModel, prepared: Prepared) -> tuple[Runner, Attenti
     """The device half's step for a loaded model, its drafter loaded. Raises compat.ConfigError where the layers, now
     known for certain, need what no backend has, or differ from the groups that the memory was planned for."""
     resolved, drafter = prepared.resolved, prepared.facts.drafter if prepared.resolved.drafter else None
-    groups = group_layers(model.layers, [group.window for group in drafter.kv_groups] if drafter else [])
+    groups = kv_groups(model, [group.window for group in drafter.kv_groups] if drafter else [])
     if tuple(g.window for g in groups) != resolved.windows:
         raise ConfigError([Refusal(f"KV groups {resolved.windows}", f"model {resolved.model_name}",
                                    f"its layers turn out to have {tuple(g.window for g in groups)}")])
@@ -213,7 +216,7 @@ def make_runner(model: CausalModel, prepared: Prepared) -> tuple[Runner, Attenti
     if resolved.config.speculation.acceptance_method == "rejection":
         table.proposals = Proposals(len(table.log), resolved.speculation_tokens, model.vocab_size, model.device)
     table.custom = _processors(table, model.vocab_size, resolved)
-    runner = Runner(model, backend, kv, table)
+    runner = Runner(model, backend, kv, table, width=resolved.speculation_tokens)
     runner.reporting = Reporting.of(resolved.config.sampling.logprobs_mode)
     if drafter is not None and drafter.caps.where == "device":
         _load_drafter(runner, prepared)
@@ -280,6 +283,7 @@ def host_limits(resolved: Resolved, eos: frozenset[int], drafter: HostDrafter | 
         max_sessions=resolved.config.schedule.max_sessions, session_ttl=resolved.config.schedule.session_ttl,
         session_queue=resolved.config.schedule.session_queue,
         host_pages=resolved.host_pages, page_bytes=resolved.page_bytes, prefix_cache=resolved.prefix_caching,
+        state_every=resolved.state_every,
         eos_token_ids=eos, strict="PYTEST_VERSION" in os.environ, drafter=drafter,
         check_processor=processors.check if processors is not None else None,
         seeds=random.SystemRandom() if resolved.seed is None else random.Random(resolved.seed))

@@ -17,6 +17,10 @@ SmartSpec (Liu et al. 2024, arXiv 2406.14066) with a cost that knows of contexts
 
     plan N     proposes w drafts a row (w for the step after it)
     plan N+1   verifies up to w of them, and says what is proposed for N+2
+
+How many of them are there is known on the device alone. Where a drafter often finds fewer, a step is made as large as
+what is likely to come, and drafts that do not fit wait (ops/bind.py). A drafter that knows the chances of its own ids
+is told with each plan which of them pay (`least`): it sees each draft, while the averages here see only rows.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ PROBE_LEAST = 8  # steps between probes, at least
 SURPRISE = 0.05  # by which the usual acceptance must have risen in a probe, so that another follows at once
 REMEMBERED = 4096  # requests and sessions without a slot
 PREPARING = 0.06  # seconds that the device takes for a step of a new size, which is then used again and again
+ROOM = 2.0  # standard deviations of the offered drafts for which a step has room
+LEAST_STEP, MOST_LEAST = 0.05, 0.9  # steps in which `least` moves, and its largest value
 LEAST_CHUNK = 64  # prompt tokens of a step that a latency goal leaves, at least
 
 
@@ -60,6 +66,8 @@ class Choice:
     chunk_tokens: int  # prompt tokens, at most
     draft_width: int  # to propose at the end of the step
     verifiable: int  # drafts that a row can have waiting
+    absent: int  # of all these drafts, those that will hardly be offered: the step has no room for them
+    least: float  # chance below which no draft of this step's proposals pays
     work: StepWork
     plain_seconds: float  # what the step would have taken without drafts
     round_seconds: float  # and another one after it, without prompt chunks
@@ -97,23 +105,25 @@ class _Flight:
 
 
 class Elastic:
-    """`widths`: the draft widths that may be proposed, 0 among them, the largest last. `exact`: a draft that is not
-    offered costs nothing (sizes are exact); otherwise its place in the step is padding and costs as much. `goal`: most
-    seconds of a step, or None. `on_host`: proposals come with the plan that verifies them, not a step before. `adapts`:
-    False where every row has as many drafts as it may, and only prompt chunks are fitted to the goal."""
+    """`widths`: the draft widths that may be proposed, 0 among them, the largest last. `exact`: a step is as large as
+    what it feeds; otherwise as large as its plan says, and what is not filled is padding. `goal`: most seconds of a
+    step, or None. `on_host`: proposals come with the plan that verifies them, not a step before. `adapts`: False where
+    every row has as many drafts as it may, and only prompt chunks are fitted to the goal. `confident`: the drafter
+    knows the chances of its ids."""
 
     def __init__(self, cost: CostModel, n_slots: int, widths: Sequence[int], exact: bool, goal: float | None = None,
-                 on_host: bool = False, adapts: bool = True):
+                 on_host: bool = False, adapts: bool = True, confident: bool = False):
         if not widths or widths[0] != 0 or list(widths) != sorted(set(widths)):
             raise ValueError(f"widths {list(widths)} must rise from 0 to the most drafts of a step")
         self.cost, self.widths, self.exact, self.goal = cost, tuple(widths), exact, goal
-        self.on_host, self.adapts = on_host, adapts
+        self.on_host, self.adapts, self.confident = on_host, adapts, confident
         self.acceptance = Acceptance(n_slots, widths[-1])
         self.counters = ElasticCounters(chosen=[0] * (widths[-1] + 1))
         self._drafted = widths[-1] if on_host else 0  # width that the last plan proposes, which the next one may verify
         self.favourite = widths[-1]  # the width that pays best
         self._rated, self._rated_rows = (0.0, widths[-1]), 0  # the best rate and its width, for so many rows
         self._probe_in = PROBE_LEAST
+        self._least = 0.0  # of the last choice
         self._believed = 1.0  # acceptance of first drafts at the last probe
         self._flights: dict[int, _Flight] = {}
         self._sizes = Sizes(cost, widths[-1], 0.0 if exact else PREPARING)
@@ -155,19 +165,21 @@ class Elastic:
         verifiable = self._drafted
         drafts = self._drafts(demand, gains, costs, rate)
         width = self._next_width(demand, width, probing)
-        chunk = self._chunk(demand, sum(drafts))
-        work = self._work(demand, rows + sum(drafts) + chunk, width, chunk)
+        absent = self._absent(demand, np.asarray(drafts), costs)
+        verified = sum(drafts) - absent
+        chunk = self._chunk(demand, verified)
+        work = self._work(demand, rows + verified + chunk, width, chunk)
         plain = self.cost.seconds(self._work(demand, rows + chunk, 0, chunk))
         another = self.cost.seconds(self._work(demand, rows, 0, 0))
-        return Choice(drafts, chunk, width, verifiable, work, plain, another)
+        return Choice(drafts, chunk, width, verifiable, absent, self._least, work, plain, another)
 
     def _weigh(self, demand: Demand) -> tuple[np.ndarray, np.ndarray]:
-        """Gain and tokens of each draft, [R, K]; gains of drafts that the row may not have are 0."""
+        """Gain of each draft and how likely it is there at all, [R, K]; gains of drafts that the row may not have are
+        0."""
         gains = self.acceptance.survival(demand.slots)
         places = np.arange(gains.shape[1])
         gains = np.where(places < demand.widths[:, None], gains, 0.0)
-        offered = self.acceptance.offered(demand.slots) if self.exact else np.ones_like(gains)
-        return gains, offered
+        return gains, self.acceptance.offered(demand.slots)
 
     def _best_rate(self, demand: Demand, gains: np.ndarray, costs: np.ndarray) -> tuple[float, int]:
         """The best rate of tokens that the decode rows reach alone, and the draft width it takes."""
@@ -208,6 +220,7 @@ class Elastic:
         work = self._work(demand, rows, 0, chunk)
         seconds = self.cost.curve(work, rows + chunk + tokens)
         n = self._sizes.best(work, rows + chunk + tokens, gain / rate - self._bounded(seconds))
+        self._least = self._worth(demand, work, rate, int(tokens[n]))
         if self._probe_in < 0:
             n = max(n, self._probe_size(seconds))
             self._probe_in = self._probe_interval(rows, seconds, n)
@@ -216,6 +229,29 @@ class Elastic:
         chosen = np.bincount(ranked[:n] // width, minlength=rows)
         chosen = np.minimum(chosen, demand.widths)
         return np.where(demand.fixed, fixed, chosen).tolist()
+
+    def _worth(self, demand: Demand, work: StepWork, rate: float, drafts: int) -> float:
+        """The chance from which a draft is worth its time in a step with about so many: what a token more costs, at
+        the best rate of tokens. Requests that name their number of drafts get them all."""
+        if not self.confident or demand.fixed.any():
+            return 0.0
+        tokens = work.rows + drafts
+        around = np.asarray([max(work.rows, int(0.8 * tokens)), int(1.2 * tokens) + 8])
+        seconds = self.cost.curve(work, work.tokens - work.rows + around)
+        worth = rate * float(seconds[1] - seconds[0]) / float(around[1] - around[0])
+        return min(round(worth / LEAST_STEP) * LEAST_STEP, MOST_LEAST)
+
+    def _absent(self, demand: Demand, drafts: np.ndarray, offered: np.ndarray) -> int:
+        """Of the drafts that rows may verify, how many the step need not have room for: all but those that come on
+        average and two standard deviations. offered [R, K]: the chance that each is there; rows are independent."""
+        if self.exact or not drafts.any():
+            return 0
+        places = np.arange(offered.shape[1])
+        chance = np.where(places < drafts[:, None], np.where(demand.fixed[:, None], 1.0, offered), 0.0)
+        mean = chance.sum(1)
+        variance = (chance * (2 * places + 1)).sum(1) - mean**2
+        room = mean.sum() + ROOM * float(np.maximum(variance, 0).sum()) ** 0.5
+        return max(0, int(drafts.sum()) - int(np.ceil(room - 1e-6)))
 
     def _next_width(self, demand: Demand, width: int, probing: bool) -> int:
         asked = int(demand.widths[demand.fixed].max(initial=0))

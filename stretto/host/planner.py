@@ -340,13 +340,22 @@ class Planner:
         width = self._draft_width(rows)
         plan = self._ops.take(self._seq, width, wire_rows)
         self._ledger.save_ahead()
+        if self._choice is not None:
+            self._bound(plan, planned, sum(row.reservation.q_cap - 1 for row in rows if not row.is_chunk))
         plan.late_mask = any(_is_masked(row.turn) for row in rows)
         self._counters.masked_steps += plan.late_mask
         if self._limits.elastic is not None and self._choice is not None:
             caps = {row.turn.slot: row.reservation.q_cap for row in rows if not row.is_chunk}
-            self._limits.elastic.launched(self._seq, self._choice, caps, planned, plan.draft_width)
+            self._limits.elastic.launched(self._seq, self._choice, caps, plan.tokens or planned, plan.draft_width)
         self._seq += 1
         return plan
+
+    def _bound(self, plan: StepPlan, planned: int, drafts: int) -> None:
+        """Of `planned` tokens, with so many drafts among them at most: how many the step has room for."""
+        assert self._choice is not None
+        if absent := min(self._choice.absent, drafts):
+            plan.tokens = planned - absent
+        plan.least = self._choice.least
 
     def _draft_width(self, rows: list[Row]) -> int:
         """Drafts that the device proposes at the end of the step."""

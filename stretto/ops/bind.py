@@ -3,6 +3,11 @@
     base  = len[s]            pend = known[s] - base
     q     = 0 if done or of another epoch else min(q_cap, pend + ndraft[s], limit[s] - 1 - base)
     n_out = max(0, base + q - known[s] + 1)      0 where nothing is sampled (score, embed)
+
+A step may be smaller than its rows could make it, where the host counts on fewer drafts than the caps allow. Then the
+drafts that do not fit wait, those of later rows first; what is pending fits always:
+
+    needed = min(q, pend)     drafts = q - needed        kept = what of the drafts fits behind those of earlier rows
 """
 
 from __future__ import annotations
@@ -25,6 +30,16 @@ def row_lengths(rows: torch.Tensor, ints: torch.Tensor) -> tuple[torch.Tensor, .
     n_out = (base + q - known + 1).clamp_(min=0)
     n_out = torch.where(live & (column[Int.GOAL] == Goal.GENERATE), n_out, 0)
     return slots, base, q, n_out
+
+
+def fit(q: torch.Tensor, n_out: torch.Tensor, pending: torch.Tensor, n_tokens: int,
+        n_logits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """q, n_out, pending [R] (ids that are known and not fed) -> q and n_out in a step of such sizes."""
+    needed = torch.minimum(q, pending.clamp(min=0))
+    drafts = q - needed
+    room = torch.minimum(n_tokens - needed.sum(), n_logits - (n_out > 0).sum())
+    kept = torch.minimum((room - (drafts.cumsum(0) - drafts)).clamp_(min=0), drafts).to(torch.int32)
+    return needed + kept, (n_out - drafts + kept).clamp_(min=0)
 
 
 def _scan(lengths: torch.Tensor) -> torch.Tensor:
@@ -57,6 +72,8 @@ def bind_reference(rows: torch.Tensor, ints: torch.Tensor, log: torch.Tensor, pa
                    page_size: int, n_tokens: int | None = None, n_logits: int | None = None) -> RaggedStep:
     """`bind` in torch's operations."""
     slots, base, q, n_out = row_lengths(rows, ints)
+    if n_tokens is not None and n_logits is not None:
+        q, n_out = fit(q, n_out, ints[Int.KNOWN, slots] - base, n_tokens, n_logits)
     cu_q, cu_out = _scan(q), _scan(n_out)
     n_tokens = int(cu_q[-1]) if n_tokens is None else n_tokens
     n_logits = int(cu_out[-1]) if n_logits is None else n_logits

@@ -23,10 +23,10 @@ VOCAB = 4096  # logits of one program of `best_kernel`
 
 
 # ------------------------------------------------------------------------------------------------------------- bind
-@triton.jit(do_not_specialize=["n_rows", "n_slots"])
-def lengths_kernel(rows, ints, slots, base, q_len, kv_len, n_out, cu_q, cu_out, n_rows, n_slots, ROWS: tl.constexpr,
-                   PDL: tl.constexpr):
-    """The row formula of `bind.py` for all rows in one program, and the two exclusive scans."""
+@triton.jit(do_not_specialize=["n_rows", "n_slots", "n_tokens", "n_logits"])
+def lengths_kernel(rows, ints, slots, base, q_len, kv_len, n_out, cu_q, cu_out, n_rows, n_slots, n_tokens, n_logits,
+                   ROWS: tl.constexpr, PDL: tl.constexpr):
+    """The row formula of `bind.py` and its `fit` for all rows in one program, and the two exclusive scans."""
     r = tl.arange(0, ROWS)
     ok = r < n_rows
     begin(PDL)
@@ -44,6 +44,12 @@ def lengths_kernel(rows, ints, slots, base, q_len, kv_len, n_out, cu_q, cu_out, 
     q = tl.minimum(tl.minimum(cap, known - length + drafts), limit - 1 - length)
     q = tl.where(live, tl.maximum(q, 0), 0)
     out = tl.where(live & generates, tl.maximum(length + q - known + 1, 0), 0)
+    needed = tl.minimum(q, tl.maximum(known - length, 0))
+    drafts = q - needed
+    room = tl.minimum(n_tokens - tl.sum(needed, 0), n_logits - tl.sum((out > 0).to(tl.int32), 0))
+    kept = tl.minimum(tl.maximum(room - (tl.cumsum(drafts, 0) - drafts), 0), drafts)
+    q = needed + kept
+    out = tl.maximum(out - drafts + kept, 0)
     tl.store(slots + r, slot.to(tl.int64), mask=ok)
     tl.store(base + r, length, mask=ok)
     tl.store(q_len + r, q, mask=ok)
@@ -111,7 +117,7 @@ def launch_bind(rows: torch.Tensor, ints: torch.Tensor, log: torch.Tensor, page_
     pdl, options = overlaps(device), dependent(device)
     rows = rows.contiguous()
     lengths_kernel[(1,)](rows, ints, slots, base, q_len, kv_len, n_out, cu_q, cu_out, n, ints.stride(0),
-                         ROWS=triton.next_power_of_2(n), PDL=pdl, num_warps=4, **options)
+                         n_tokens, n_logits, ROWS=triton.next_power_of_2(n), PDL=pdl, num_warps=4, **options)
     for group, table in enumerate(page_tables):
         spread_kernel[(triton.cdiv(max(n_tokens, n_logits, 1), ITEMS),)](
             slots, base, q_len, n_out, cu_q, cu_out, log, table, ids, positions, token_rows, cells[group], out_tokens,

@@ -61,13 +61,16 @@ class StepShape:
 
 
 def step_shape(caps: list[int], rows: list[Features], draft_width: int, exact: bool,
-               masked: bool = False) -> StepShape:
-    """`caps` are the planned q_cap of the rows. `exact`: sizes of tokens and logits are read, not bounded."""
+               masked: bool = False, most: int = 0) -> StepShape:
+    """`caps` are the planned q_cap of the rows. `exact`: sizes of tokens and logits are read, not bounded. `most`: tokens
+    of the step, where that is less than the sum of the caps (0: it is not)."""
     kinds = list({id(f): f for f in rows}.values())  # equal features are one object, so that these are few
     custom = frozenset().union(*(f.processors for f in kinds))
     windows = [min(cap, 1 + f.speculation) for cap, f in zip(caps, rows, strict=True)]
+    wait = max(0, sum(caps) - most) if most else 0  # drafts that will not fit
     return StepShape(
-        rows=len(rows), tokens=None if exact else sum(caps), logits=None if exact else sum(windows), width=max(windows),
+        rows=len(rows), tokens=None if exact else sum(caps) - wait, logits=None if exact else sum(windows) - wait,
+        width=max(windows),
         draft_width=draft_width, short=max(caps) <= SHORT, sampled=any(f.sampled for f in kinds),
         filtered=any(f.filtered for f in kinds), penalised=any(f.penalised for f in kinds),
         biased=any(f.biased for f in kinds), restricted=any(f.restricted for f in kinds),

@@ -24,6 +24,7 @@ class DrafterCaps:
     lookahead: int = 0  # cells past the committed length that its fixed loop writes
     q: Literal["point", "full"] = "point"  # full: every id is drawn by `Choose`, so that its distribution is known
     where: Literal["device", "host"] = "device"
+    confidence: bool = False  # knows the chances of its ids: offers none below `SlotView.least` (with `variable`)
     seam: bool = False  # its cell p is made from the taps of position p-1: those of edges are kept for it (wire.Seam)
 
 
@@ -46,6 +47,8 @@ class SlotView(Protocol):
     def length(self) -> torch.Tensor: ...  # [S] int32
     @property
     def draft_length(self) -> torch.Tensor: ...  # [S] int32: cells of the draft stream that stand
+    @property
+    def least(self) -> torch.Tensor: ...  # [] float32: chance of being reached and right below which no id is wanted
     def may_offer(self, slots: torch.Tensor, n_out: torch.Tensor) -> torch.Tensor:
         """Which rows may be offered drafts at all: they sampled, are not done and want some. [R] bool."""
         ...

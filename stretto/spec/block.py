@@ -259,8 +259,9 @@ def tensor_name(name: str) -> str | None:
 
 
 def block_caps(layout: Layout, variable: bool = False) -> DrafterCaps:
-    return DrafterCaps(shape="block", max_width=layout.widest, variable=variable, taps=frozenset(layout.taps),
-                       ingest="same_step", kv="own", lookahead=layout.size, q="full")
+    """`variable`: it knows how likely its ids are, and offers those that are likely enough."""
+    return DrafterCaps(shape="block", max_width=layout.widest, variable=variable, confidence=variable,
+                       taps=frozenset(layout.taps), ingest="same_step", kv="own", lookahead=layout.size, q="full")
 
 
 class BlockDrafter:

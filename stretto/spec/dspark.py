@@ -5,7 +5,8 @@
 
 f is the identity (vanilla), a gate of hidden state and embedding (gated), or one step of a recurrent cell (rnn).
 Checkpoints of DeepSpec (`Qwen3DSparkModel`) and of vLLM's speculators. A row is offered its ids up to the first whose
-confidence lies below the setting `confidence` (0, the default: all of them).
+confidence lies below the setting `confidence` (0, the default: none does), or whose chance to be reached and right, the
+product of the confidences up to it, lies below what the step's plan asks for (`SlotView.least`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from stretto.spec.api import Drafter, DrafterCaps
 from stretto.spec.block import Backbone, BlockDrafter, Layout, block_caps, read_layout, tensor_name
 from stretto.spec.context import DrafterContext, DrafterError, DrafterSizes, Target
 from stretto.spec.layers import kv_groups
-from stretto.spec.repos import DraftRepo, count_parameters, open_repo
+from stretto.spec.repos import DraftRepo, open_repo
+from stretto.spec.vocabulary import count_head_drafter
 
 KINDS = ("vanilla", "gated", "rnn")
 SETTINGS = ("confidence",)
@@ -86,7 +88,7 @@ class DSparkDrafter(BlockDrafter):
                 inputs = hidden + (self.markov.rank if self.with_markov else 0)
                 self.confidence = Linear(w, [("confidence_head.proj", 1)], inputs, bias=True)
 
-        super().__init__(Backbone(repo, layout, context, extra), block_caps(layout, self.threshold > 0), context)
+        super().__init__(Backbone(repo, layout, context, extra), block_caps(layout, self.has_confidence), context)
 
     def chosen(self, hidden: torch.Tensor, rows: torch.Tensor | None,
                last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -104,11 +106,12 @@ class DSparkDrafter(BlockDrafter):
 
     def _wanted(self, hidden: torch.Tensor, befores: list[torch.Tensor]) -> torch.Tensor | None:
         """How many ids stand before the first of too little confidence, [N] int32."""
-        if not self.threshold:
+        if not self.has_confidence:
             return None
         features = torch.cat([hidden, torch.stack(befores, 1)], 2) if self.with_markov else hidden
         n, width, size = features.shape
-        sure = self.confidence(features.reshape(n * width, size)).view(n, width).float().sigmoid() >= self.threshold
+        chances = self.confidence(features.reshape(n * width, size)).view(n, width).float().sigmoid()
+        sure = (chances >= self.threshold) & (chances.cumprod(1) >= self.slots.least)
         return sure.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
 
 
@@ -128,9 +131,9 @@ class DSpark:
 
     def sizes(self, settings: str, target: Target) -> DrafterSizes:
         repo, layout = self._open(settings, target)
-        _confidence(repo)
-        parameters = count_parameters(repo.source(), lambda n: tensor_name(n) not in (None, "d2t", "t2d"))
-        return DrafterSizes(block_caps(layout, True), parameters, kv_groups(layout.config))
+        _, has_head = _confidence(repo)
+        parameters = count_head_drafter(repo.source(), tensor_name, layout.config.hidden_size)
+        return DrafterSizes(block_caps(layout, has_head), parameters, kv_groups(layout.config))
 
     def make(self, settings: str, context: DrafterContext) -> Drafter:
         assert context.target is not None

@@ -90,15 +90,17 @@ def play(point: Point, policy, steps: int, seed: int = 0, skip: int = 0, noise: 
                         chunk, chunk)
         if isinstance(policy, Elastic):
             choice = policy.choose(demand)
-            drafts, width, chunk = choice.drafts, choice.draft_width, choice.chunk_tokens
+            drafts, width, chunk, absent = choice.drafts, choice.draft_width, choice.chunk_tokens, choice.absent
         else:
-            drafts, width = policy.choose(demand)
+            (drafts, width), absent = policy.choose(demand), 0
         verified = np.where(rng.random(point.rows) < point.offers, np.minimum(drafts, drafted), 0)
+        before = np.cumsum(verified) - verified
+        verified = np.clip(sum(drafts) - absent - before, 0, verified)  # those that do not fit wait (ops/bind.py)
         chances = np.asarray([point.acceptance(row, step) for row in range(point.rows)])
         right = np.cumprod(rng.random((point.rows, WIDTH)) < chances[:, None], axis=1)
         emitted = 1 + np.where(np.arange(WIDTH) < verified[:, None], right, 0).sum(1)
         exact = isinstance(policy, Elastic) and policy.exact
-        planned = point.rows + (int(verified.sum()) if exact else sum(drafts)) + chunk
+        planned = point.rows + (int(verified.sum()) if exact else sum(drafts) - absent) + chunk
         work = StepWork(point.rows, planned, demand.context + chunk, chunk * chunk, width)
         took = true_seconds(work) * float(np.exp(noise * rng.standard_normal()))
         if isinstance(policy, Elastic):
