@@ -5,7 +5,9 @@
     CUDA              ours for few rows (`ops.triton_packed`); many rows are multiplied by the matrix made anew in 16
                       bits, in memory that all matrices share; e4m3 by e4m3 where the checkpoint means so
 
-A row's result does not depend on the rows beside it on a CPU: torch's kernels sum each row by itself.
+A row's result does not depend on the rows beside it on a CPU: torch's kernels sum each row by itself. On CUDA it
+differs by rounding, as with all products there. Inputs that are rounded to e4m3 are rounded row by row, for few rows
+and many.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from collections.abc import Sequence
 import torch
 
 from stretto.model.matrix import Matrix
-from stretto.ops.packed import BLOCK, Layout, Packed, unpack4
+from stretto.ops.packed import BLOCK, MOST_ROWS, Layout, Packed, unpack4
 
 CPU_GROUPS = (32, 64, 128, 256)  # that torch's int4 kernel takes
-CPU_ROWS = 16  # outputs come in multiples of this
+ROWS = 16  # outputs come in multiples of this
 
 
 def stays_packed(layout: Layout, outputs: int, inputs: int, dtype: torch.dtype, device: str, fixed: bool) -> bool:
@@ -26,15 +28,25 @@ def stays_packed(layout: Layout, outputs: int, inputs: int, dtype: torch.dtype, 
     `fixed`: its sums must not depend on the batch."""
     if inputs % layout.group or (layout.kind == "int4" and inputs % BLOCK):
         return False
+    if outputs % ROWS or dtype not in (torch.bfloat16, torch.float16):
+        return False
     if device == "cpu":
-        return dtype is torch.bfloat16 and outputs % CPU_ROWS == 0 and _on_cpu(layout, inputs)
-    return False
+        return dtype is torch.bfloat16 and _on_cpu(layout, inputs)
+    return device == "cuda" and not fixed and _on_cuda(layout, inputs)
 
 
 def _on_cpu(layout: Layout, inputs: int) -> bool:
     if layout.kind == "fp8" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     return _cpu_group(layout, inputs) is not None or (layout.kind == "int8" and not layout.offsets)
+
+
+def _on_cuda(layout: Layout, inputs: int) -> bool:
+    """e4m3 needs multiprocessors that convert it."""
+    if layout.kind == "fp8" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        return False
+    group = layout.group
+    return inputs % 64 == 0 and group % 32 == 0 and (group == inputs or group & (group - 1) == 0)
 
 
 def _cpu_group(layout: Layout, inputs: int) -> int | None:
@@ -46,6 +58,9 @@ def _cpu_group(layout: Layout, inputs: int) -> int | None:
 def packed_matrix(weight: Packed, bias: torch.Tensor | None = None) -> Matrix:
     """`weight` has been found to stay packed."""
     layout = weight.layout
+    if weight.codes.is_cuda:
+        eight_bits = layout.eight_bit_inputs and layout.group == weight.inputs and weight.scales.dtype is torch.float32
+        return (EightBitMatrix if eight_bits else PackedCudaMatrix)(weight, bias)
     if layout.kind == "int8" and layout.group == weight.inputs and not layout.offsets:
         return Int8CpuMatrix(weight, bias)
     return Int4CpuMatrix(weight, bias)
@@ -114,6 +129,65 @@ def _planes(weight: Packed) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tens
         return [(unpack4(weight.codes), scales, offsets)]
     code = weight.codes.int() + 128
     return [(code >> 4, 16 * scales, torch.zeros_like(scales)), (code & 15, scales, offsets + 8 * scales)]
+
+
+class PackedCudaMatrix:
+    """Few rows are multiplied by the codes, many by numbers that are made of them for the occasion."""
+
+    def __init__(self, weight: Packed, bias: torch.Tensor | None = None):
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._into(x, x.dtype)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if len(x) <= MOST_ROWS and residual.is_contiguous():
+            self._few(x, residual, add=True)
+            return residual
+        return residual.add_(self(x))
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The float32 sums themselves."""
+        return self._into(x, torch.float32)
+
+    def _into(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if len(x) > MOST_ROWS:
+            return self._many(x, dtype)
+        out = torch.empty(len(x), self._weight.outputs, dtype=dtype, device=x.device)
+        if len(x):
+            self._few(x, out)
+        return out
+
+    def _few(self, x: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
+        from stretto.ops.triton_packed import launch_few_rows
+
+        launch_few_rows(x if x.stride(1) == 1 else x.contiguous(), self._weight, out, self._bias, add)
+
+    def _many(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        from stretto.ops.triton_packed import launch_dequantize
+
+        weight = launch_dequantize(self._weight, x.dtype).t()
+        made = torch.mm(x, weight) if dtype is x.dtype else torch.mm(x, weight, out_dtype=dtype)
+        return made if self._bias is None else made.add_(self._bias)
+
+
+class EightBitMatrix(PackedCudaMatrix):
+    """e4m3 weights with a scale a row, by inputs that are rounded to e4m3 with a scale a row."""
+
+    def _few(self, x: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
+        from stretto.ops.triton_packed import launch_few_rows, round_rows
+
+        codes, scales = round_rows(x if x.stride(1) == 1 else x.contiguous())
+        launch_few_rows(codes, self._weight, out, self._bias, add, scales)
+
+    def _many(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        from stretto.ops.triton_packed import round_rows
+
+        codes, scales = round_rows(x if x.stride(1) == 1 else x.contiguous())
+        made = torch._scaled_mm(codes, self._weight.codes.t(), scales[:, None], self._weight.scales.t(),
+                                out_dtype=torch.bfloat16)
+        made = made if self._bias is None else made.add_(self._bias)
+        return made.to(dtype)
 
 
 class JoinedMatrix:

@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+MOST_ROWS = 64  # that the kernels of `triton_packed` multiply in one launch
 BLOCK = 64  # columns of int4 codes that share 32 bytes
 
 

@@ -1,0 +1,179 @@
+"""Weights that stay packed: the container, its kernels (in Triton's interpreter, or on CUDA), and the matrices of each
+device, beside what they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stretto.model.packed_matrix import (
+    EightBitMatrix,
+    Int4CpuMatrix,
+    Int8CpuMatrix,
+    JoinedMatrix,
+    PackedCudaMatrix,
+    packed_matrix,
+    stays_packed,
+)
+from stretto.ops.packed import MOST_ROWS, Layout, Packed, pack4, unpack4
+from stretto.ops.triton_packed import (
+    INTERPRETED,
+    Blocks,
+    launch_dequantize,
+    launch_few_rows,
+    round_rows,
+    round_rows_reference,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
+LAYOUTS = [Layout("int4", 32), Layout("int4", 32, True), Layout("int4", 64, True), Layout("int4", 128, True),
+           Layout("int4", 384), Layout("int8", 384), Layout("int8", 32), Layout("int8", 128, True), Layout("fp8", 384),
+           Layout("fp8", 128)]
+LIMITS = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
+ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the last bit; the interpreter cuts bfloat16 off
+
+
+def name(layout: Layout) -> str:
+    return f"{layout.kind}-{layout.group}{'-offsets' * layout.offsets}"
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def made(layout: Layout, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device = DEVICE) -> Packed:
+    weight = Packed.empty(layout, outputs, inputs, torch.float32 if layout.kind == "fp8" else dtype, device)
+    codes = torch.randint(0, 256, weight.codes.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    if layout.kind == "fp8":
+        codes = randn(outputs, inputs, seed=1).to(torch.float8_e4m3fn).view(torch.uint8)
+    weight.codes.view(torch.uint8).copy_(codes)
+    weight.scales.copy_(randn(*weight.scales.shape, seed=2).abs() * 0.02 + 0.01)
+    if weight.offsets is not None:
+        weight.offsets.copy_(randn(*weight.offsets.shape, seed=3) * 0.05)
+    return weight
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+# ------------------------------------------------------------------------------------------------------ the container
+def test_four_bits_come_back():
+    values = torch.randint(0, 16, (5, 192), dtype=torch.uint8)
+    assert torch.equal(unpack4(pack4(values)), values) and pack4(values).shape == (5, 96)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_parts_of_a_matrix_stand_for_parts_of_its_numbers(layout):
+    weight = made(layout, 32, 384, torch.bfloat16, CPU)
+    whole = weight.dequantized(torch.float32)
+    by_hand = weight.numbers().double() * weight.scales.double().repeat_interleave(layout.group, 1)
+    if weight.offsets is not None:
+        by_hand += weight.offsets.double().repeat_interleave(layout.group, 1)
+    torch.testing.assert_close(whole.double(), by_hand, rtol=1e-6, atol=1e-6)
+    assert torch.equal(weight.rows(4, 8).dequantized(torch.float32), whole[4:12])
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(weight.take(order).dequantized(torch.float32), whole[order])
+    if layout.group < 384:
+        part = weight.columns(128, 256)
+        assert part.inputs == 256 and torch.equal(part.dequantized(torch.float32), whole[:, 128:])
+    assert weight.nbytes == weight.layout.nbytes(32, 384, weight.scales.element_size())
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_few_rows(layout, dtype):
+    weight, x = made(layout, 32, 384, dtype), randn(5, 384).to(DEVICE, dtype)
+    whole, bias = weight.dequantized(torch.float32), randn(32, seed=4).to(DEVICE, dtype)
+    out = randn(5, 32, seed=5).to(DEVICE, dtype)
+    want = x.float() @ whole.t() + bias.float() + out.float()
+    launch_few_rows(x, weight, out, bias, add=True)
+    assert error(out, want) < LIMITS[dtype]
+    made_anew = launch_dequantize(weight, dtype)
+    torch.testing.assert_close(made_anew, weight.dequantized(dtype), atol=0, rtol=ROUNDING[dtype] if INTERPRETED else 0)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 19])
+def test_rows_and_blocks(rows):
+    """A row of more columns than inputs is one of several; each comes out alike alone."""
+    weight, x = made(Layout("int4", 64, True), 64, 256, torch.float16), randn(rows, 512)[:, :256].to(DEVICE).half()
+    for blocks in (Blocks(16, 64, 2, 2), Blocks(64, 64, 4, 4)):
+        out = torch.empty(rows, 64, dtype=torch.float16, device=DEVICE)
+        launch_few_rows(x, weight, out, blocks=blocks)
+        assert error(out, x.float() @ weight.dequantized(torch.float32).t()) < 1e-3
+
+
+def test_rows_are_rounded_by_themselves():
+    x = (randn(6, 320) * torch.tensor([1, 0, 1e4, 1e-4, 3, 100.0])[:, None]).to(DEVICE, torch.bfloat16)
+    (codes, scales), (want, want_scales) = round_rows(x), round_rows_reference(x)
+    torch.testing.assert_close(scales, want_scales, rtol=1e-6, atol=0)
+    assert (codes.float() - want.float()).abs().max() <= 32 and error(codes, want) < 1e-2
+    alone, scale = round_rows(x[2:3])
+    assert torch.equal(alone.view(torch.uint8), codes[2:3].view(torch.uint8)) and torch.equal(scale, scales[2:3])
+    assert error(codes.float() * scales[:, None], x) < 0.04
+
+
+# ---------------------------------------------------------------------------------------------------------- matrices
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.kind != "fp8"], ids=name)
+def test_on_a_cpu_a_row_does_not_know_the_others(layout):
+    if not stays_packed(layout, 48, 384, torch.bfloat16, "cpu", True):
+        pytest.skip(f"{name(layout)} is dequantised on this CPU")
+    weight, x = made(layout, 48, 384, torch.bfloat16, CPU), randn(37, 384).bfloat16()
+    matrix, bias = packed_matrix(weight, None), randn(48, seed=4).bfloat16()
+    assert isinstance(matrix, Int8CpuMatrix if layout == Layout("int8", 384) else Int4CpuMatrix)
+    out = matrix(x)
+    assert error(out, x.float() @ weight.dequantized(torch.float32).t()) < 6e-3
+    for start, end in ((0, 1), (3, 20), (36, 37), (5, 21)):
+        assert torch.equal(matrix(x[start:end]), out[start:end])
+    assert torch.equal(packed_matrix(weight, bias)(x), out + bias)
+    start = randn(37, 48, seed=6).bfloat16()
+    assert torch.equal(matrix.add_to(start.clone(), x), start + out) and matrix.logits(x).dtype is torch.float32
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, MOST_ROWS + 3])
+@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[6], LAYOUTS[9]], ids=name)
+def test_many_rows_are_those_of_few(layout, rows):
+    weight, x = made(layout, 32, 384, torch.float16), randn(rows, 384).to(DEVICE).half()
+    bias = randn(32, seed=4).to(DEVICE).half()
+    matrix = PackedCudaMatrix(weight, bias)
+    want = x.float() @ weight.dequantized(torch.float32).t() + bias.float()
+    if not rows:
+        assert matrix(x).shape == (0, 32)
+        return
+    assert error(matrix(x), want) < 1e-3
+    start = randn(rows, 32, seed=6).to(DEVICE).half()
+    assert error(matrix.add_to(start.clone(), x), want + start.float()) < 1e-3
+    if rows <= MOST_ROWS or DEVICE.type == "cuda":
+        assert matrix.logits(x).dtype is torch.float32 and error(matrix.logits(x), want) < 1e-3
+
+
+@pytest.mark.parametrize("rows", [5, pytest.param(MOST_ROWS + 3, marks=pytest.mark.skipif(
+    DEVICE.type == "cpu", reason="torch's product of rounded rows is CUDA's"))])
+def test_rounded_inputs(rows):
+    weight, x = made(Layout("fp8", 384), 32, 384, torch.bfloat16), randn(rows, 384).to(DEVICE, torch.bfloat16)
+    codes, scales = round_rows(x)
+    want = codes.float() * scales[:, None] @ weight.dequantized(torch.float32).t()
+    matrix = EightBitMatrix(weight, None)
+    assert error(matrix(x), want) < 6e-3
+    exact = x.float() @ weight.dequantized(torch.float32).t()
+    assert 1e-2 < error(matrix(x), exact) < 6e-2, "what rounding the inputs costs"
+
+
+def test_matrices_below_each_other():
+    first, second = (made(Layout("int4", 32), 16, 384, torch.float16) for _ in range(2))
+    x = randn(3, 384).to(DEVICE).half()
+    joined = JoinedMatrix([PackedCudaMatrix(first), PackedCudaMatrix(second)])
+    assert torch.equal(joined(x), torch.cat([PackedCudaMatrix(first)(x), PackedCudaMatrix(second)(x)], 1))
+
+
+@pytest.mark.parametrize("layout, sizes, device, fixed, packed", [
+    (Layout("int4", 32), (32, 128), "cuda", False, True), (Layout("int4", 32), (32, 128), "cuda", True, False),
+    (Layout("int4", 32), (32, 96), "cuda", False, False), (Layout("int4", 32), (40, 128), "cpu", False, False),
+    (Layout("fp8", 128), (32, 128), "cpu", False, False), (Layout("fp8", 48), (32, 192), "cuda", False, False),
+    (Layout("int8", 96), (32, 96), "cuda", False, False), (Layout("int4", 128), (32, 192), "cuda", False, False),
+])
+def test_what_stays_packed(layout, sizes, device, fixed, packed):
+    assert stays_packed(layout, *sizes, torch.bfloat16, device, fixed) == packed
+    assert not stays_packed(layout, *sizes, torch.float32, device, fixed)
