@@ -179,7 +179,11 @@ class FixedMatrix:
 
 
 class FixedCudaMatrix(PlainMatrix):
-    """The same on GPUs: one kernel with one order of summing, whatever the rows."""
+    """The same on GPUs: one order of summing, whatever the rows."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
+        super().__init__(weight, bias)
+        self._arrivals = torch.zeros(-(-weight.shape[0] // 128), dtype=torch.int32, device=weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._launch(x, x.dtype)
@@ -193,7 +197,7 @@ class FixedCudaMatrix(PlainMatrix):
     def _launch(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from stretto.ops.triton_fixed import launch_fixed
 
-        return launch_fixed(x, self._weight, self._bias, dtype)
+        return launch_fixed(x, self._weight, self._bias, dtype, self._arrivals)
 
 
 def fixed_matrix(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Matrix:

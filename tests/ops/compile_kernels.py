@@ -14,7 +14,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from stretto.ops import skinny, triton_fixed, triton_layer, triton_ngram, triton_recurrent, triton_skinny, triton_step
+from stretto.ops import (
+    skinny,
+    triton_fixed,
+    triton_layer,
+    triton_ngram,
+    triton_recurrent,
+    triton_skinny,
+    triton_some_rows,
+    triton_step,
+)
 
 DATA = ("x", "w", "norm", "bias", "out", "weight", "gate_up", "q_weight", "k_weight", "k_cache", "v_cache")
 FLOATS = ("table", "reals", "logits", "values", "partial")
@@ -44,7 +53,10 @@ def layer_kernels(arch: int, pdl: bool):
     for act in ("silu", "gelu_tanh", "gelu", "relu"):
         yield f"gate {act}", build(triton_layer.gate_kernel, dict(ACT=act, BLOCK=1024, PDL=pdl), 4, arch, {})
     sizes = dict(N_Q=32, N_K=8, N_V=8, PAGE=16, D=128, HALF=64, HEADS=8, NORM=True, WRITE=True, PDL=pdl)
-    yield "rotate", build(triton_layer.rotate_kernel, sizes, 2, arch, {})
+    for fp8 in (False, True) if arch >= 89 else (False,):
+        types = dict(k_scales="*u8", v_scales="*u8") | (dict(k_cache="*fp8e4nv", v_cache="*fp8e4nv") if fp8 else {})
+        yield "rotate, 8 bits" if fp8 else "rotate", build(triton_layer.rotate_kernel, sizes | dict(FP8=fp8), 2, arch,
+                                                           types)
 
 
 def skinny_kernels(arch: int, pdl: bool):
@@ -72,6 +84,28 @@ def fixed_kernels(arch: int, pdl: bool):
                      PDL=pdl, PRECISION="tf32" if bits == 16 else "ieee", UPCAST=False)
         yield f"fixed product of {bits} bits", build(triton_fixed.fixed_kernel, sizes, 4, arch,
                                                      {name: kind for name in ("x", "w", "bias", "out")})
+
+
+def tile_kernels(arch: int, pdl: bool):
+    """Those whose tiles come by the copy engine; a descriptor's type holds the size of its tiles."""
+    if arch < 90:
+        return
+    for rows, shared in ((triton_fixed.ROWS, True), (2 * triton_fixed.ROWS, False)):
+        sizes = dict(BM=rows, BN=triton_fixed.TILE_OUTPUTS, BK=triton_fixed.TILE_INPUTS, PARTS=4, SHARED=shared,
+                     STAGES=4, BIAS=True, PDL=pdl, PRECISION="tf32", UPCAST=False)
+        yield f"fixed tiles of {rows} rows", build(triton_fixed.fixed_tiles_kernel, sizes, rows // 16, arch,
+                                                   tiles(sizes))
+    for rows in (128, 256):
+        for gated in (False, True):
+            sizes = dict(BM=rows, BN=64, BK=64, SPLIT=1 if gated else 2, STAGES=3, AHEAD=64, PIECE=32, BIAS=True,
+                         GATED=gated, ADD=False, PDL=pdl, PRECISION="tf32", UPCAST=False)
+            yield f"some rows, {rows}, gated {gated}", build(triton_some_rows.some_rows_kernel, sizes, 8, arch,
+                                                            tiles(sizes))
+
+
+def tiles(sizes: dict) -> dict[str, str]:
+    return {f"{name}_tiles": f"tensordesc<bf16[{sizes[rows]}, {sizes['BK']}]>"
+            for name, rows in (("x", "BM"), ("w", "BN"))}
 
 
 def step_kernels(arch: int, pdl: bool):

@@ -21,7 +21,7 @@ def randn(*shape, dtype=torch.float32, seed=0, device=DEVICE):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (70, 96), (130, 57)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (70, 96), (130, 57), (136, 1024)])
 def test_the_kernels_rows_stand_alone(dtype, outputs: int, inputs: int) -> None:
     x, w, bias = randn(90, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype, seed=1), randn(outputs, seed=2)
     whole = launch_fixed(x, w, bias.to(dtype), torch.float32)
