@@ -68,6 +68,9 @@ class KVSection:
     (docs/quantization.md)."""
     prefix_caching: bool | None = None
     """Requests with a common beginning share its KV pages. Default: on."""
+    state_interval: int | None = None
+    """Of models whose layers keep states: tokens from one kept state to the next; a shared prefix goes on from the last
+    one in it. Default: 256."""
     kv_host_bytes: int | None = None
     """Host memory for KV that leaves the device, such as 32GiB: it is copied back where that beats computing it again.
     Default: none."""
@@ -246,7 +249,8 @@ class DeviceFacts:
 @dataclass(frozen=True)
 class KVGroupFacts:
     """Layers that share page tables. `values`: numbers that one token stores in them, keys and values together;
-    `heads`: heads that these make up, each of which has a scale of its own in an 8-bit cache."""
+    `heads`: heads that these make up, each of which has a scale of its own in an 8-bit cache. Where the window is
+    wire.STATE, `values` are the float32 numbers of one sequence's state."""
 
     window: int | None
     values: int
@@ -338,7 +342,8 @@ class Resolved:
     page_size: int
     kv_dtype: str  # "fp8_e4m3" or a type as `dtype`
     pages: tuple[int, ...]  # per KV group, the null page included
-    windows: tuple[int | None, ...]  # per KV group: the model's and the drafter's, full attention first
+    windows: tuple[int | None, ...]  # per KV group: the model's and the drafter's, full attention first, then states
+    state_every: int  # pages from one kept state to the next
     kv_tokens: int  # tokens of one sequence that the pool holds
     prefix_caching: bool
     host_pages: tuple[int, ...]  # of host memory, per KV group; (): none

@@ -16,14 +16,16 @@ from typing import Any
 import psutil
 import torch
 
-from stretto.attn.api import LayerSpec
+from stretto.attn.api import LayerSpec, StateSpec
 from stretto.config import DeviceFacts, DrafterFacts, Facts, KVGroupFacts, ModelFacts
 from stretto.device.kv import bytes_per_token, group_layers
+from stretto.device.states import states_of
 from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config
 from stretto.model.gguf import GGUFSource, gguf_config
 from stretto.model.load import check_native, open_weights
 from stretto.model.registry import find_builder
 from stretto.model.source import SafetensorsSource, WeightSource
+from stretto.wire import STATE
 
 
 def gather_facts(path: Path, drafter: DrafterFacts | None = None) -> Facts:
@@ -106,14 +108,17 @@ def model_facts(path: Path) -> ModelFacts:
 
 def _native_facts(path: Path, config: ModelConfig, source: WeightSource,
                   generation: Mapping[str, Any] | None) -> ModelFacts:
-    check_native(config, source)
-    layers = [LayerSpec(config.n_heads, config.n_kv_heads, config.head_dim, 1.0, window) for window in config.windows]
+    model = check_native(config, source)
+    states = [] if model is None else states_of(model)
+    layers = [LayerSpec(config.n_heads, config.n_kv_heads, config.head_dim, 1.0, window) for window in config.windows
+              if window != STATE]
     return ModelFacts(
         name=model_name(path), architecture=config.architecture,
         n_layers=config.n_layers, hidden_size=config.hidden_size, intermediate_size=_inner_width(config),
         vocab_size=config.vocab_size, context=config.max_position, parameters=count_parameters(source),
-        dtype="gguf" if path.suffix == ".gguf" else config.dtype or "float32", kv_groups=kv_groups(layers),
-        n_kv_heads=config.n_kv_heads, sampling_defaults=sampling_defaults(generation))
+        dtype="gguf" if path.suffix == ".gguf" else config.dtype or "float32",
+        kv_groups=kv_groups(layers, states), n_kv_heads=config.n_kv_heads,
+        sampling_defaults=sampling_defaults(generation))
 
 
 def _inner_width(config: ModelConfig) -> int:
@@ -179,10 +184,12 @@ def sampling_defaults(generation: Mapping[str, Any] | None) -> tuple[tuple[str, 
     return tuple((name, value) for name, value in found if isinstance(value, int | float) and value is not True)
 
 
-def kv_groups(layers: Sequence[LayerSpec]) -> tuple[KVGroupFacts, ...]:
+def kv_groups(layers: Sequence[LayerSpec], states: Sequence[StateSpec] = ()) -> tuple[KVGroupFacts, ...]:
     """The KV groups of a model's layers, in the order of device.kv.group_layers."""
-    return tuple(KVGroupFacts(group.window, bytes_per_token(layers, group, torch.int8),
-                              sum(2 * layers[i].n_kv_heads for i in group.layers)) for group in group_layers(layers))
+    groups = group_layers(layers, [STATE] if states else [])
+    return tuple(KVGroupFacts(STATE, sum(spec.values for spec in states)) if group.window == STATE else
+                 KVGroupFacts(group.window, bytes_per_token(layers, group, torch.int8),
+                              sum(2 * layers[i].n_kv_heads for i in group.layers)) for group in groups)
 
 
 def count_parameters(source: WeightSource) -> int:

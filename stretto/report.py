@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from stretto.config import Facts, Resolved
+from stretto.wire import STATE
 
 
 def start_report(resolved: Resolved, facts: Facts, version: str, timings: Mapping[str, float] | None = None,
@@ -27,7 +28,7 @@ def start_report(resolved: Resolved, facts: Facts, version: str, timings: Mappin
         "device": {"kind": device.kind, "name": device.name, "cores": device.cores, "memory": device.memory_total},
         "memory": memory,
         "kv": {"tokens": resolved.kv_tokens, "page_size": resolved.page_size, "pages": list(resolved.pages),
-               "windows": list(resolved.windows)},
+               "windows": ["state" if window == STATE else window for window in resolved.windows]},
         "limits": {"max_model_len": resolved.max_model_len, "max_num_seqs": resolved.max_num_seqs,
                    "max_num_batched_tokens": resolved.max_num_batched_tokens, "chunk_size": resolved.chunk_size,
                    "full_length_requests_at_once": max(resolved.kv_tokens // resolved.max_model_len, 1)},

@@ -34,10 +34,13 @@ from stretto.config import (
     ServeSection,
     gib,
 )
+from stretto.wire import STATE, state_cells
 
 FP8 = "fp8_e4m3"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 DEFAULT_PAGE_SIZE = 16
+DEFAULT_STATE_INTERVAL = 256  # tokens
+STATES_SHARE = 2  # at most 1 / so much of the KV memory holds kept states
 DEFAULT_UTILIZATION = 0.9  # of a GPU's memory
 CPU_KV_CEILING = 4 * GIB  # KV memory on a CPU, where not set
 CPU_KV_SHARE = 0.5  # of the memory that the weights leave free, where not set
@@ -68,7 +71,8 @@ def check_values(config: Config) -> None:
 def _ranges(config: Config) -> Iterator[Refusal]:
     kv, schedule, serve = config.kv, config.schedule, config.serve
     counts = {"--max-model-len": config.model.max_model_len, "--page-size": kv.page_size,
-              "--kv-memory": kv.kv_memory, "--kv-tokens": kv.kv_tokens, "--max-num-seqs": schedule.max_num_seqs,
+              "--state-interval": kv.state_interval, "--kv-memory": kv.kv_memory, "--kv-tokens": kv.kv_tokens,
+              "--max-num-seqs": schedule.max_num_seqs,
               "--max-num-batched-tokens": schedule.max_num_batched_tokens, "--chunk-size": schedule.chunk_size,
               "--tensor-parallel-size": config.parallel.tensor_parallel_size,
               "--replicas": serve.replicas}
@@ -181,6 +185,7 @@ class _Resolution:
         page_bytes = tuple(self._page_bytes(dtype, page_size))
         host_pages = self._host_pages(device, memory, pages, page_bytes)
         mixed, overlap, prefix = self._switches(device)
+        self._note_states(page_size)
         sampling = self._sampling_defaults()
         self._stop_if_refused()
         self._refuse_changes()
@@ -188,7 +193,8 @@ class _Resolution:
             config=self.config, model_name=self.model.name, device=device.kind, dtype=dtype, max_model_len=context,
             seed=self.config.model.seed, page_size=page_size,
             kv_dtype=self.kv_dtype, pages=pages,
-            windows=tuple(group.window for group in self.groups), kv_tokens=tokens, prefix_caching=prefix,
+            windows=tuple(group.window for group in self.groups),
+            state_every=self._state_every(page_size), kv_tokens=tokens, prefix_caching=prefix,
             host_pages=host_pages, page_bytes=page_bytes,
             max_num_seqs=seqs, max_num_batched_tokens=budget, chunk_size=chunk, mixed_chunk=mixed,
             depth=1 if overlap else 0, cap_policy=self.config.schedule.cap_policy,
@@ -378,8 +384,9 @@ class _Resolution:
                        " does not" if asked == "rejection" else "")
 
     def _slot_table(self, seqs: int, context: int, page_size: int, width: int) -> int:
-        """The token log, a page table for each KV group, the drafter's seam, and what drafts were drawn from."""
+        """The token log, a page table for each KV group, the drafter's seam, what drafts were drawn from, states."""
         taps = self.drafter.tap_values if self.drafter else 0
+        taps += state_cells(width) * sum(group.values + taps for group in self.groups if group.window == STATE)
         drawn = width * self.model.vocab_size if self.config.speculation.acceptance_method == "rejection" else 0
         return 4 * (seqs + 1) * (context + len(self.groups) * (context // page_size + 1) + taps + drawn)
 
@@ -414,7 +421,9 @@ class _Resolution:
         if asked.kv_tokens is not None:
             page = asked.page_size or DEFAULT_PAGE_SIZE
             pages = -(-asked.kv_tokens // page) + 1
-            return pages * sum(self._page_bytes(dtype, page)), f"{asked.kv_tokens} tokens"
+            sizes = zip(self.groups, self._page_bytes(dtype, page))
+            return (sum(size * (self._states(pages, page) if group.window == STATE else pages)
+                        for group, size in sizes), f"{asked.kv_tokens} tokens")
         if device.kind == "cpu":
             if asked.gpu_memory_utilization is not None:
                 self._refuse(f"--gpu-memory-utilization {asked.gpu_memory_utilization:g}", "--device cpu",
@@ -430,7 +439,10 @@ class _Resolution:
         seqs = self.config.schedule.max_num_seqs or DEFAULT_SEQS["cpu"]
         context = self.config.model.max_model_len or self.model.context
         page = self.config.kv.page_size or DEFAULT_PAGE_SIZE
-        most = 2 * seqs * (context // page + 2) * sum(self._page_bytes(dtype, page))
+        every = self._state_every(page)
+        most = 2 * seqs * (context // page + 2) * sum(
+            -(-size // every) if group.window == STATE else size
+            for group, size in zip(self.groups, self._page_bytes(dtype, page)))
         bounds = [(CPU_KV_CEILING, "the ceiling on a CPU; set --kv-memory for more"),
                   (int(CPU_KV_SHARE * left), f"half of the {gib(max(left, 0))} that the weights leave free"),
                   (most, f"twice what {seqs} sequences of {context} tokens need")]
@@ -451,11 +463,21 @@ class _Resolution:
         return tuple(found[window] for window in sorted(found, key=lambda w: (w is not None, w or 0)))
 
     def _page_bytes(self, dtype: str, page_size: int) -> list[int]:
-        """Of each group. The drafter's taps lie beside the pages of group 0."""
-        taps = self.drafter.tap_values if self.drafter else 0
+        """Of each group. The drafter's taps lie beside the pages of the `state` group, or else of group 0."""
+        taps, windows = self.drafter.tap_values if self.drafter else 0, [group.window for group in self.groups]
+        beside = windows.index(STATE) if STATE in windows else 0
         scales = int(self.kv_dtype == FP8)
-        return [(group.values * ITEM_BYTES[self.kv_dtype] + group.heads * scales) * page_size
-                + (taps * ITEM_BYTES[dtype] if index == 0 else 0) for index, group in enumerate(self.groups)]
+        return [(4 * group.values if group.window == STATE else
+                 (group.values * ITEM_BYTES[self.kv_dtype] + group.heads * scales) * page_size)
+                + (taps * ITEM_BYTES[dtype] if index == beside else 0) for index, group in enumerate(self.groups)]
+
+    def _state_every(self, page_size: int) -> int:
+        """Pages from one kept state to the next."""
+        return -(-(self.config.kv.state_interval or DEFAULT_STATE_INTERVAL) // page_size)
+
+    def _states(self, pages: int, page_size: int) -> int:
+        """Pages of the `state` group where full groups have so many, the null page included."""
+        return -(-pages // self._state_every(page_size)) + 1
 
     def _pages(self, kv: int, dtype: str, page_size: int, seqs: int, need: int) -> tuple[tuple[int, ...], int]:
         """Pages per group, null page included, and the tokens of one sequence that they hold.
@@ -465,15 +487,20 @@ class _Resolution:
 
             full group     |<------------------------------ tokens ------------------------------>|
             window group   |<-- 2 * seqs * (window + need) -->|   or as many as the full group, if fewer
+            state group    |      s      |      s      |      s      |      s      |      s       |   or half of it all
         """
         groups, asked = self.groups, self.config.kv.kv_tokens
         if asked is not None:
             count = -(-asked // page_size)
-            return (count + 1,) * len(groups), count * page_size
+            return tuple(self._states(count + 1, page_size) if group.window == STATE else count + 1
+                         for group in groups), count * page_size
         each = self._page_bytes(dtype, page_size)
-        equal = kv // sum(each)
-        pages = [equal if group.window is None else min(equal, -(-2 * seqs * (group.window + need) // page_size) + 1)
-                 for group in groups]
+        of_states = sum(size for size, group in zip(each, groups) if group.window == STATE)
+        equal = kv // (sum(each) - of_states - (-of_states // self._state_every(page_size)))
+        states = min(self._states(equal, page_size), max(2, kv // STATES_SHARE // max(of_states, 1)))
+        equal = (kv - states * of_states) // max(sum(each) - of_states, 1) if of_states else equal
+        pages = [states if group.window == STATE else equal if group.window is None else
+                 min(equal, -(-2 * seqs * (group.window + need) // page_size) + 1) for group in groups]
         left = kv - sum(count * size for count, size in zip(pages, each))
         full = [index for index, group in enumerate(groups) if group.window is None]
         for index in full:
@@ -483,6 +510,20 @@ class _Resolution:
                          "give more --kv-memory or a smaller --page-size")
         held = [(count - 1) * page_size for count, group in zip(pages, groups) if group.window is None]
         return tuple(pages), min(held) if held else self._window_tokens(pages, page_size, need)
+
+    def _note_states(self, page_size: int) -> None:
+        """Refuses what has no meaning for this model's layers, or does not work with them."""
+        asked, every = self.config.kv.state_interval, self._state_every(page_size) * page_size
+        if not any(group.window == STATE for group in self.groups):
+            if asked is not None:
+                self._refuse(f"--state-interval {asked}", f"model {self.model.name}",
+                             "none of its layers keeps a state", "leave it out")
+            self._note("state_interval", asked, False, "none of the model's layers keeps a state")
+            return
+        self._note("state_interval", asked, every, "tokens; shared prefixes go on from there")
+        if self.config.kv.kv_host_bytes:
+            self._refuse("--kv-host-bytes", f"model {self.model.name}", "the states that some of its layers keep are"
+                         " not copied to host memory", "leave it out")
 
     def _host_pages(self, device: DeviceFacts, memory: MemoryPlan, pages: tuple[int, ...],
                     page_bytes: tuple[int, ...]) -> tuple[int, ...]:

@@ -65,14 +65,16 @@ def open_weights(folder: Path, config: ModelConfig) -> WeightSource:
     return dequantized(text_part(SafetensorsSource(folder)), config.quantization)
 
 
-def check_native(config: ModelConfig, source: WeightSource) -> None:
+def check_native(config: ModelConfig, source: WeightSource) -> CausalModel | None:
     """Finds what keeps a native model from loading, without reading its weights: what its family refuses, and tensors
     that are missing, misshapen or too many. Packages' models are not built here; theirs shows at load. Raises
-    ConfigError and WeightError."""
-    if config.architecture in NATIVE:
-        weights = Weights(source, torch.float32, torch.device("meta"))
-        NATIVE[config.architecture](config, weights, 1)
-        weights.check()
+    ConfigError and WeightError. Returns the model without weights."""
+    if config.architecture not in NATIVE:
+        return None
+    weights = Weights(source, torch.float32, torch.device("meta"))
+    model = NATIVE[config.architecture](config, weights, 1)
+    weights.check()
+    return model
 
 
 def build_on_meta(path: Path, adapters: AdapterBank | None = None, shard: Shard | None = None) -> None:
