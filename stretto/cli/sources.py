@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 from cyclopts.argument import ArgumentCollection
@@ -130,11 +131,16 @@ def read_file(path: Path, told: Told) -> dict[str, object]:
         raise UsageError(f"{path} is not YAML: {' '.join(str(e).split())}") from e
     if not isinstance(data, dict | None):
         raise UsageError(f"{path} holds a {type(data).__name__}; it must hold settings, one `name: value` a line")
+    return read_mapping(data or {}, str(path), told)
+
+
+def read_mapping(data: Mapping[Any, object], source: str, told: Told) -> dict[str, object]:
+    """The same of what `source` held. Raises UsageError, for unknown keys too."""
     found: dict[str, object] = {}
-    for key, value in (data or {}).items():
-        for name, translated in _file_entry(path, str(key), value, told):
+    for key, value in data.items():
+        for name, translated in _file_entry(source, str(key), value, told):
             if name in found:
-                raise UsageError(f"{path} sets {name} twice")
+                raise UsageError(f"{source} sets {name} twice")
             found[name] = translated
     if (steps := found.pop(DRAFT_STEPS, None)) is not None:
         found.setdefault("speculation_tokens", steps)
@@ -144,7 +150,7 @@ def read_file(path: Path, told: Told) -> dict[str, object]:
     return found
 
 
-def _file_entry(path: Path, key: str, value: object, told: Told) -> list[tuple[str, object]]:
+def _file_entry(path: str, key: str, value: object, told: Told) -> list[tuple[str, object]]:
     known, name = setting_names(), key.replace("-", "_")
     if name in known:
         return [(name, value)]
