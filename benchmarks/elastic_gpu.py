@@ -8,9 +8,10 @@ scripted, 1..256 rows at contexts of 300 to 8192.
 At each point the same rows run on while policies take turns: none, 1, 3, 5 and 7 drafts, a rule that knows only how
 many tokens a step has, and elastic. Each round fills the rows anew and gives every policy so many steps, in an order
 that rotates; a round before them captures graphs and does not count. Told is each policy's rate, and elastic's over
-those of the best fixed width and of the rule, paired by round.
+those of the best fixed width and of the rule, paired by round. Contexts grow during a round, so every policy has a
+turn in its first half and one in its second, in the opposite order.
 
-    round     | fill rows (no model runs) | none | 1 | 3 | 5 | 7 | tokens | elastic |
+    round     | fill rows (no model runs) | none | 1 | 3 | 5 | 7 | tokens | elastic | elastic | tokens | ... | none |
     window    | lead: drafts of the policy before | steps that count                 |
 
 The model's last norm is zero, so all logits are equal, every sampled id is 0, and a drafter can be right as often as it
@@ -58,8 +59,8 @@ from stretto.wire import StepResult
 
 WIDTH, PAGE, PROMPT = 7, 16, 512
 FIXED = (0, 1, 3, 5, 7)
-GROWTH = 960  # cells that a row may grow by in a round
-LEAD = 4  # steps of a window that do not count: they verify what the policy before had proposed
+GROWTH = 1200  # cells that a row may grow by in a round
+LEAD = 3  # steps of a window that do not count: they verify what the policy before had proposed
 ARRIVING = 32  # rows for prompts that arrive meanwhile
 TOY = dict(architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=128, num_hidden_layers=2,
            num_attention_heads=4, num_key_value_heads=2, vocab_size=512, max_position_embeddings=16384,
@@ -120,8 +121,8 @@ class Fixed(Elastic):
         rows = len(demand.slots)
         drafts = min(self.drafts, self._drafted)
         work = StepWork(rows, rows * (1 + drafts), demand.context)
-        return Choice([drafts] * rows, demand.chunk_tokens, WIDTH if self.drafts else 0, self._drafted, 0, 0.0, work, 0.0,
-                      0.0)
+        width = WIDTH if self.drafts else 0
+        return Choice([drafts] * rows, demand.chunk_tokens, width, self._drafted, 0, 0.0, work, 0.0, 0.0)
 
 
 class ByTokens(Fixed):
@@ -288,25 +289,28 @@ class Bench:
         core = self.engine(turns)
         rates: dict[str, list[float]] = {name: [] for name in names}
         for round_ in range(-1, rounds):
-            for i, name in enumerate(names[round_ % len(names) :] + names[: round_ % len(names)]):
+            order = names[round_ % len(names) :] + names[: round_ % len(names)]
+            found = {name: [0.0, 0.0] for name in names}
+            for i, name in enumerate(order + order[::-1]):
                 if i == 0 or point.drifts:
                     self.empty(core, turns)
                     self.fill(core, point.rows, max(64, point.context - GROWTH // 4))
                 turns.turn_to(name)
-                rate = self.window(core, turns, point, steps if round_ >= 0 or name != "elastic" else 2 * steps)
-                if round_ >= 0:
-                    rates[name].append(rate)
+                window = self.window(core, turns, point, steps)
+                found[name] = [a + b for a, b in zip(found[name], window)]
+            for name, (tokens, seconds) in found.items() if round_ >= 0 else ():
+                rates[name].append(tokens / max(seconds, 1e-9))
         self.empty(core, turns)
         return _told(point, rates, policies["elastic"], turns)
 
-    def window(self, core: EngineCore, turns: Turns, point: Point, steps: int) -> float:
-        """Tokens a second of the steps that count. Where acceptance drifts, it changes within the window."""
+    def window(self, core: EngineCore, turns: Turns, point: Point, steps: int) -> tuple[float, float]:
+        """(tokens, seconds) of the steps that count. Where acceptance drifts, it changes within the window."""
         tokens = seconds = 0.0
         for part, chances in enumerate(point.chances()):
             self.set_chances(core, turns, chances)
             found = self.part(core, turns, point, LEAD if part == 0 else 0, 2 * steps if point.drifts else steps)
             tokens, seconds = tokens + found[0], seconds + found[1]
-        return tokens / max(seconds, 1e-9)
+        return tokens, seconds
 
     def set_chances(self, core: EngineCore, turns: Turns, chances: tuple[float, ...]) -> None:
         chance = np.full(self.seqs + 1, chances[0])
@@ -348,8 +352,9 @@ class Bench:
     # --------------------------------------------------------------------------------------------------------- idle
     def idle(self, rows: int, rounds: int, steps: int) -> dict[str, object]:
         """Seconds of a step with a drafter that finds nothing over those without any drafter."""
-        policy = Elastic(self.cost(), self.seqs + 1, (0, WIDTH), exact=False)
-        with_drafter, without = self.engine(policy), self.engine(None)
+        policies = self.policies()
+        turns = Turns(policies, self.seqs + 1)
+        with_drafter, without = self.engine(turns), self.engine(None)
         execute, plain = self.runner.execute, self.plain_executor()
         self.drafter.offers.fill_(0)
         taken: dict[str, list[float]] = {"on": [], "off": []}
@@ -357,9 +362,11 @@ class Bench:
             for name, core in (("on", with_drafter), ("off", without))[:: 1 - 2 * (round_ % 2)]:
                 self.runner.execute = plain if name == "off" else execute
                 self.runner.drafter = None if name == "off" else self.drafter
+                turns.turn_to(str(FIXED[0]))
                 self.fill(core, rows, IDLE_CONTEXT)
-                seconds = self.step_seconds(core, 3 * steps)
-                self.empty(core)
+                turns.turn_to("elastic")
+                seconds = self.step_seconds(core, 4 * steps)
+                self.empty(core, turns)
                 if round_ >= 0:
                     taken[name].append(seconds)
         self.runner.execute, self.runner.drafter = execute, self.drafter
@@ -372,7 +379,7 @@ class Bench:
         return GraphExecutor(self.runner, LARGEST_GRAPH) if self.where.type == "cuda" else self.runner.run_now
 
     def step_seconds(self, core: EngineCore, steps: int) -> float:
-        for _ in range(2 * LEAD):
+        for _ in range(4 * LEAD):
             core.step()
         began = time.perf_counter()
         for _ in range(steps):
@@ -435,8 +442,8 @@ def run(args: argparse.Namespace, found: list[dict[str, object]]) -> Iterator[di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="such as 64x1024: these rows and contexts; or idle")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=16, help="of each policy in a round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=9, help="of each window")
     parser.add_argument("--seconds", type=float, default=420, help="after which no further point is begun")
     parser.add_argument("--most-rows", type=int, default=256)
     parser.add_argument("--shape", default="llama-8b", help="of the model; toy: a tiny one")

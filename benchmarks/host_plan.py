@@ -97,9 +97,9 @@ class Clock:
         self.seconds: dict[str, list[float]] = {}
         self.step: dict[str, float] = {}
 
-    def time(self, part: str, action: Callable[[], T]) -> T:
+    def time(self, part: str, action: Callable[..., T], *args: object) -> T:
         start = time.thread_time()
-        found = action()
+        found = action(*args)
         self.step[part] = self.step.get(part, 0.0) + time.thread_time() - start
         return found
 
@@ -125,12 +125,12 @@ def measure(rows: int, steps: int, width: int, page_size: int, prompt: int,
     while len(clock.seconds.get("plan", ())) < steps:
         plan = clock.time("plan", half.plan)
         assert plan is not None
-        clock.time("pack", lambda: pack_plan(plan))
+        clock.time("pack", pack_plan, plan)
         flight.append(device.run(plan))
         if len(flight) > limits.depth:
-            result = clock.time("unpack", lambda: unpack_result(flight.popleft()))
-            outputs = clock.time("process", lambda: half.process(result))
-            clock.time("send", lambda: encoder.encode(Outputs(outputs)))
+            result = clock.time("unpack", unpack_result, flight.popleft())
+            outputs = clock.time("process", half.process, result)
+            clock.time("send", encoder.encode, Outputs(outputs))
             clock.next(not plan.seats and len(plan.rows) == rows)
     return clock
 

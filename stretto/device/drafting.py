@@ -88,6 +88,7 @@ class Drafting:
         self.own: KVCache | None = None
         self.layers: tuple[LayerSpec, ...] = ()  # whose KV is there
         self.seams: Seams | None = None
+        self.ingests = False  # the drafter has a stream of its own
 
     def context(self, width: int, positions: int, target: Target | None = None) -> DrafterContext:
         return DrafterContext(
@@ -115,6 +116,7 @@ class Drafting:
 
     def adopt(self, drafter: Drafter) -> None:
         """Makes room for what the drafter's caps ask for."""
+        self.ingests = drafter.caps.ingest != "none"
         if drafter.caps.seam:
             windows = [group.window for group in self.kv.groups]
             group = windows.index(STATE) if STATE in windows else 0
@@ -148,7 +150,8 @@ class Drafting:
             self.seams.seat(seats[:, 0].long(), self.table.ints)
 
     def ingested(self, step: RaggedStep, taps: dict[str, torch.Tensor]) -> None:
-        """After the drafter's ingest: its stream stands as far as the target's."""
-        self.table.ingested(step.slots, step.q_len)
+        """After the drafter's ingest: its stream, if it has one, stands as far as the target's."""
+        if self.ingests:
+            self.table.ingested(step.slots, step.q_len)
         if self.seams is not None:
             self.seams.record(step, taps, self.table.length[step.slots.long()])

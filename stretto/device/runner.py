@@ -35,7 +35,7 @@ from stretto.sample.features import SHORT, FeatureMirror, StepShape, step_shape
 from stretto.sample.logprobs import Reporting, token_scores, values_to_report
 from stretto.sample.processors import Positions, TokenMasks
 from stretto.sample.verify import choose, mask, process, prompt_targets, sampled_positions
-from stretto.spec.api import Drafter, Offer
+from stretto.spec.api import Drafter
 from stretto.wire import (
     HEADER,
     MASK_HEADER,
@@ -235,15 +235,13 @@ class Runner:
         """The drafter sees every row of every step, and proposes when asked. Offers [R, width] and their widths [R]."""
         n, width = len(step.slots), shape.draft_width
         nothing = torch.zeros(n, width, dtype=torch.int64, device=step.slots.device)
-        if self.drafter is None:
+        if self.drafter is not None:
+            self.drafting.choose.begin(step, shape)
+            self.drafter.ingest(step, taps)
+            self.drafting.ingested(step, taps)
+        if self.drafter is None or not width:  # `commit` has left no drafts to rows that sampled
             return nothing, torch.zeros(n, dtype=torch.int32, device=step.slots.device)
-        self.drafting.choose.begin(step, shape)
-        self.drafter.ingest(step, taps)
-        self.drafting.ingested(step, taps)
-        if not width:
-            offer = Offer(nothing, torch.zeros(n, dtype=torch.int32, device=nothing.device))
-        else:
-            offer = self.drafter.propose(step, self.table, width)
+        offer = self.drafter.propose(step, self.table, width)
         nothing[:, : offer.ids.shape[1]] = offer.ids
         return nothing, self.table.offer(step.slots, offer, step.n_out)
 

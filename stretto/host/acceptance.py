@@ -71,7 +71,7 @@ class Acceptance:
             self._compare(slots)
 
     def _compare(self, slots: np.ndarray) -> None:
-        """How different rows are: the variance of their rates at the first place, less what chance alone makes of it."""
+        """How different rows are: the variance of their rates at the first place, less what chance alone makes."""
         slots = slots[self._tried[slots, 0] >= LEAST_TRIED]
         if len(slots) < 2:
             return

@@ -95,10 +95,10 @@ class CostModel:
         self._coefficients = self._fit(samples)
         self._terms: list[float] = self._coefficients[len(counts) :].tolist()
         self._scale = 1.0
-        self._corrections = np.ones(len(counts))  # at the knots
+        self._corrections = np.ones((2, len(counts)))  # of steps without and with prompt chunks, at the knots
         self._observed = 0
         self._curve = self._tabulate()  # by computed tokens
-        self._corrected = np.ones(most + 1)  # the corrections, likewise
+        self._corrected = np.ones((2, most + 1))  # the corrections, likewise
 
     def _fit(self, samples: Sequence[tuple[StepWork, float]]) -> np.ndarray:
         """Relative errors count alike for short and long steps."""
@@ -108,21 +108,25 @@ class CostModel:
         return non_negative_least_squares(rows / size / seconds[:, None], np.ones(len(samples))) / size
 
     def computed(self, work: StepWork, tokens: int | np.ndarray) -> np.ndarray:
-        """How many tokens the device computes for a step like this that holds so many; scalar or [N], at most `most`."""
+        """How many tokens the device computes for a step like this that holds so many; scalar or [N], to `most`."""
         at = np.clip(tokens, 0, self.most)
         if self._padded is None:
             return at
-        short, key = work.pairs == 0, (work.rows, work.pairs == 0)
-        if key not in self._tables:
+        key = work.rows, work.pairs == 0
+        sizes = self._tables.get(key)
+        if sizes is None:
             if len(self._tables) >= TABLES:
                 self._tables.clear()
-            sizes, n = [], 0
-            while n <= self.most:  # each size in turn: there are few
-                sizes.append(self._padded(work.rows, n, short))
-                n = sizes[-1] + 1
-            self._tables[key] = np.minimum(sizes, self.most)
-        sizes = self._tables[key]
+            sizes = self._tables[key] = self._sizes(self._padded, *key)
         return sizes[np.searchsorted(sizes, at)]
+
+    def _sizes(self, padded: Padding, rows: int, short: bool) -> np.ndarray:
+        """Every number of tokens that is computed in steps of so many rows; there are few."""
+        sizes, n = [], 0
+        while n <= self.most:
+            sizes.append(padded(rows, n, short))
+            n = sizes[-1] + 1
+        return np.minimum(sizes, self.most)
 
     def _tabulate(self) -> np.ndarray:
         """The fixed part and the curve for every number of computed tokens, [most + 1]."""
@@ -138,7 +142,7 @@ class CostModel:
     def curve(self, work: StepWork, tokens: int | np.ndarray) -> np.ndarray:
         """Seconds of `work` if it held so many tokens instead; scalar or tokens [N] -> [N]."""
         at = self.computed(work, tokens)
-        return self._scale * self._corrected[at] * (self._curve[at] + self._linear(work))
+        return self._scale * self._corrected[int(work.pairs > 0), at] * (self._curve[at] + self._linear(work))
 
     def _linear(self, work: StepWork) -> float:
         rows, context, pairs, *proposing = self._terms
@@ -160,16 +164,17 @@ class CostModel:
         ratio = min(max(seconds / predicted, LEAST_RATIO), MOST_RATIO)
         self._scale *= ratio**SCALE_RATE
         nearest = int(np.abs(self._knots - self.computed(work, work.tokens)).argmin())
-        self._corrections[nearest] *= ratio**CURVE_RATE
+        self._corrections[int(work.pairs > 0), nearest] *= ratio**CURVE_RATE
         self._observed += 1
         if self._observed % REFRESH == 0:
-            self._corrected = np.interp(np.arange(self.most + 1), self._knots, self._corrections)
+            counts = np.arange(self.most + 1)
+            self._corrected = np.stack([np.interp(counts, self._knots, of_kind) for of_kind in self._corrections])
         return predicted
 
     def describe(self) -> list[dict[str, float]]:
         """The curve at its knots, for people."""
         at = self._knots.astype(int)
-        seconds = self._scale * self._corrected[at] * self._curve[at]
+        seconds = self._scale * self._corrected[0, at] * self._curve[at]
         return [{"tokens": int(n), "milliseconds": round(1e3 * float(s), 3)} for n, s in zip(at, seconds)]
 
 

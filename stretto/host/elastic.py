@@ -360,7 +360,7 @@ class Sizes:
         self._of(work)[1][self._cost.computed(work, work.tokens)] = True
 
     def best(self, work: StepWork, tokens: np.ndarray, value: np.ndarray) -> int:
-        """The best of some variants of a step, by `value` in seconds; the first one has no drafts. tokens, value [N]."""
+        """The best of some variants of a step, by `value` in seconds; the first has no drafts. tokens, value [N]."""
         best = int(value.argmax())
         if not self._preparing:
             return best

@@ -19,6 +19,7 @@ from stretto.ops.triton_step import (
     launch_judge,
     launch_pack,
 )
+from stretto.ragged import RaggedStep
 from stretto.sample.processors import Positions
 from stretto.sample.sampler import sample_all
 from stretto.wire import Goal, Int, Real
@@ -72,6 +73,29 @@ def same(got: object, want: object) -> None:
             assert a == b, f.name
 
 
+def needed_of(table: SlotTable, step: RaggedStep) -> int:
+    """Tokens of a step without any drafts."""
+    return int(torch.minimum(step.q_len, table.known[step.slots] - step.base).clamp(min=0).sum())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_pending_fits_always_and_drafts_of_earlier_rows_first(seed):
+    table, g = table_of(seed, 1)
+    table.ints[Int.NDRAFT] *= table.ints[Int.GOAL] == int(Goal.GENERATE)  # others have no drafts
+    rows = rows_of(table, g, 11, 2)
+    whole = bind_reference(rows, table.ints, table.log, table.page_tables, 4)
+    needed, sampling = needed_of(table, whole), int((whole.n_out > 0).sum())
+    for room in range(int(whole.cu_q[-1]) - needed + 1):
+        step = bind_reference(rows, table.ints, table.log, table.page_tables, 4, needed + room, sampling + room)
+        kept, waiting = step.q_len - (whole.q_len - (whole.n_out - 1).clamp(min=0)), whole.q_len - step.q_len
+        assert int(step.cu_q[-1]) == needed + room and int(step.cu_out[-1]) == sampling + room
+        assert torch.equal(whole.n_out - step.n_out, waiting) and torch.equal(step.n_out > 0, whole.n_out > 0)
+        first = int(waiting.ne(0).int().argmax()) if bool(waiting.any()) else len(waiting)
+        assert not waiting[:first].any() and not kept[first + 1 :].any()
+    fewer = bind_reference(rows, table.ints, table.log, table.page_tables, 4, int(whole.cu_q[-1]), sampling)
+    assert int(fewer.cu_out[-1]) == sampling and int(fewer.cu_q[-1]) == needed  # each draft needs logits, too
+
+
 @pytest.mark.parametrize(("n", "padding", "groups"), [(1, 0, 1), (7, 0, 2), (11, 5, 1)])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_step_from_end_to_end(seed, n, padding, groups):
@@ -81,6 +105,10 @@ def test_a_step_from_end_to_end(seed, n, padding, groups):
     bucket = sizes.cu_q[-1].item() + 3, sizes.cu_out[-1].item() + 2
     step = launch_bind(rows, table.ints, table.log, table.page_tables, 4, *bucket)
     same(step, bind_reference(rows, table.ints, table.log, table.page_tables, 4, *bucket))
+
+    smaller = max(needed_of(table, sizes), bucket[0] - 5), bucket[1] - 5  # of a step with room for fewer drafts
+    cut = launch_bind(rows, table.ints, table.log, table.page_tables, 4, *smaller)
+    same(cut, bind_reference(rows, table.ints, table.log, table.page_tables, 4, *smaller))
 
     # half of the drafts are what is sampled
     sampled = torch.randint(0, 6, (bucket[1],), generator=g).to(DEVICE)
