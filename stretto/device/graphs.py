@@ -25,6 +25,7 @@ from stretto.device.runner import Finish, Forward, Runner
 from stretto.sample.features import SHORT, StepShape
 from stretto.sample.processors import TokenMasks
 
+MOST_GRAPHS = 64  # kept at a time, where no more are wanted from the start; `resolve.GRAPH_MEMORY` holds about so many
 _FINE = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
 _STEPS = _FINE + list(range(160, 513, 32)) + list(range(576, 1025, 64)) + list(range(1152, 2049, 128))
 
@@ -56,6 +57,14 @@ def bucketed(shape: StepShape) -> StepShape:
     width = 1 if shape.width == 1 else max(SHORT, 1 << (shape.width - 1).bit_length())
     return replace(shape, rows=rows, width=width, tokens=tokens_bucket(rows, shape.tokens, shape.short),
                    logits=tokens_bucket(rows, shape.logits, shape.short))
+
+
+def _kernels_of(bucket: StepShape) -> set[object]:
+    """What decides which kernels a bucket needs: its sizes (products, attention, drafters) and, whatever the sizes, its
+    features (sampling). Which kernels of either run does not depend on the other; torch has some of its own for one
+    row."""
+    sizes = bucket.rows, bucket.tokens, bucket.logits, bucket.short, bucket.draft_width, bucket.fixed, bucket.adapted
+    return {sizes, (replace(bucket, rows=0, tokens=0, logits=0), bucket.rows == 1)}
 
 
 def is_usual(shape: StepShape) -> bool:
@@ -105,6 +114,8 @@ class GraphExecutor:
         self.graphs: dict[StepShape, Captured] = {}
         self.halves: dict[StepShape, CapturedHalves] = {}
         self.seen: Counter[StepShape] = Counter()  # how often each bucket was asked for
+        self.loaded: set[object] = set()  # sizes and features whose kernels have run, see `_kernels_of`
+        self.most = MOST_GRAPHS
         self.pool = torch.cuda.graph_pool_handle()
         self.capture_everything = False  # also what is rare
         self.replays = self.eager_steps = 0
@@ -120,6 +131,7 @@ class GraphExecutor:
             self.eager_steps += 1
             return self.runner.run(self._padded(rows, bucket.rows), bucket), bucket
         self.replays += 1
+        self.graphs[bucket] = self.graphs.pop(bucket)  # the one used last
         captured.rows[: len(rows)] = rows
         captured.rows[len(rows) :] = 0
         captured.graph.replay()
@@ -141,9 +153,8 @@ class GraphExecutor:
         return bucket, captured.finish
 
     def _comes_again(self, bucket: StepShape) -> bool:
-        """Short steps are captured the second time. Others are of many sizes and run long, so that launching them costs
-        little; capturing stops everything for a moment."""
-        return self.seen[bucket] >= (1 if bucket.short else 3)
+        """A capture takes as long as launching the step once more, and some memory."""
+        return self.seen[bucket] >= 1
 
     def _worth_it(self, bucket: StepShape) -> bool:
         assert bucket.tokens is not None
@@ -158,14 +169,16 @@ class GraphExecutor:
         return out
 
     def capture(self, bucket: StepShape) -> Captured:
-        """Captures a step of padding rows, which change nothing; before it runs them, if the bucket's kernels have
-        never run."""
+        """Captures a step of padding rows, which change nothing; before it runs them, if the bucket's kernels may have
+        never run. Beyond `most` graphs the one that was used least recently goes."""
         started = time.perf_counter()
         rows = torch.zeros(bucket.rows, 3, dtype=torch.int32, device=self.runner.model.device)
-        if bucket not in self.seen:
+        if self._is_new(bucket):
             self.runner.run(rows, bucket)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()  # torch.cuda.graph would also empty the allocator's cache, each time
+        while len(self.graphs) >= self.most:
+            del self.graphs[next(iter(self.graphs))]
         with self._capturing(graph):
             body = self.runner.run(rows, bucket)
         self.graphs[bucket] = captured = Captured(graph, rows, body)
@@ -178,7 +191,7 @@ class GraphExecutor:
         words = -(-runner.model.vocab_size // 32)
         masks = TokenMasks(torch.full((bucket.rows, bucket.width), -1, dtype=torch.int32, device=device),
                            torch.full((bucket.logits or 1, words), -1, dtype=torch.int32, device=device))
-        if bucket not in self.seen:
+        if self._is_new(bucket):
             runner.second(runner.first(rows, bucket), rows, bucket, masks)
         torch.cuda.synchronize()
         first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -189,6 +202,15 @@ class GraphExecutor:
         self.halves[bucket] = captured = CapturedHalves(first, second, rows, masks, forward, body)
         self.capture_seconds += time.perf_counter() - started
         return captured
+
+    def _is_new(self, bucket: StepShape) -> bool:
+        """Whether some kernel of this bucket may never have run: kernels are compiled and loaded before a capture."""
+        needed, known = _kernels_of(bucket), self.loaded
+        if bucket not in self.seen and not needed <= known:
+            known |= needed
+            return True
+        known |= needed
+        return False
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
@@ -209,6 +231,7 @@ class GraphExecutor:
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         """Captures the given shapes before the first request, with progress."""
         wanted = [s for s in dict.fromkeys(bucketed(s) for s in shapes) if self._worth_it(s)]
+        self.most = max(self.most, len(wanted) + MOST_GRAPHS // 4)
         for done, bucket in enumerate(sorted(wanted, key=lambda s: -(s.tokens or 0)), 1):
             if bucket not in self.graphs:
                 self.capture(bucket)

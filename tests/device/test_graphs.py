@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from stretto.device.graphs import GraphExecutor, bucketed, usual_shapes
 from stretto.sample.features import SHORT, StepShape
@@ -65,3 +69,52 @@ def test_the_collector_stands_still_during_a_capture(fails: bool) -> None:
     except RuntimeError:
         assert fails
     assert gc.isenabled() and graph.calls == ["begin", "end"]
+
+
+class CountingRunner:
+    """Of a `GraphExecutor`: which buckets were run outside a capture."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model, self.ran, self.capturing = SimpleNamespace(device=torch.device("cpu")), [], False
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def run(self, rows: torch.Tensor, bucket: StepShape) -> torch.Tensor:
+        if not self.capturing:
+            self.ran.append((bucket.rows, bucket.sampled))
+        return torch.zeros(1)
+
+
+class CountingExecutor(GraphExecutor):
+    @contextmanager
+    def _capturing(self, graph) -> Iterator[None]:
+        self.runner.capturing = True
+        yield
+        self.runner.capturing = False
+
+
+def executor_of(monkeypatch: pytest.MonkeyPatch) -> CountingExecutor:
+    return CountingExecutor(CountingRunner(monkeypatch), 4096)  # type: ignore[arg-type]
+
+
+def test_each_kernel_runs_once_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes once and features once, not every pair of them."""
+    executor = executor_of(monkeypatch)
+    for bucket in sorted((bucketed(s) for s in usual_shapes(64, 1, 0)), key=lambda s: -s.tokens):
+        executor.capture(bucket)
+    ran = executor.runner.ran
+    assert len({rows for rows, _ in ran}) == len({s.rows for s in executor.graphs})
+    assert {(64, False), (64, True), (1, False), (1, True)} <= set(ran)
+    assert len(ran) == len(executor.graphs) // 2 + 2
+
+
+def test_the_graph_that_was_used_least_recently_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = executor_of(monkeypatch)
+    executor.most = 3
+    buckets = [bucketed(s) for s in usual_shapes(8, 1, 0) if not s.sampled]
+    for bucket in buckets[:3]:
+        executor.capture(bucket)
+    executor.graphs[buckets[0]] = executor.graphs.pop(buckets[0])  # as a replay does
+    executor.capture(buckets[3])
+    assert list(executor.graphs) == [buckets[2], buckets[0], buckets[3]]
