@@ -274,6 +274,7 @@ class ModelFacts:
     n_kv_heads: int = 1
     native: bool = True  # run by this engine's own layers, not by transformers' modules
     sampling_defaults: tuple[tuple[str, float], ...] = ()  # of generation_config.json, by the names of SamplingParams
+    packed_bytes: tuple[tuple[str, int], ...] = ()  # of quantised weights by type of device, for 16-bit activations
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from stretto.device.kv import bytes_per_token, group_layers
 from stretto.device.states import states_of
 from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config
 from stretto.model.gguf import GGUFSource, gguf_config
-from stretto.model.load import check_native, open_weights
+from stretto.model.load import check_native, kept_bytes, open_weights
 from stretto.model.registry import find_builder
 from stretto.model.source import SafetensorsSource, WeightSource
 from stretto.wire import STATE
@@ -118,7 +118,9 @@ def _native_facts(path: Path, config: ModelConfig, source: WeightSource,
         vocab_size=config.vocab_size, context=config.max_position, parameters=count_parameters(source),
         dtype="gguf" if path.suffix == ".gguf" else config.dtype or "float32",
         kv_groups=kv_groups(layers, states), n_kv_heads=config.n_kv_heads,
-        sampling_defaults=sampling_defaults(generation))
+        sampling_defaults=sampling_defaults(generation),
+        packed_bytes=tuple((device, size) for device in ("cpu", "cuda")
+                           if (size := kept_bytes(config, source, torch.bfloat16, device)) is not None))
 
 
 def _inner_width(config: ModelConfig) -> int:

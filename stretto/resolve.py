@@ -50,6 +50,7 @@ DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
 GRAPH_MEMORY = GIB // 2  # kept for CUDA graphs; 50 graphs of an 8B model took 0.39 GiB
 LEAST_STEP_TOKENS = 64
 LEAST_CONTEXT = 64
+LARGE_ON_CPU = 2 * GIB  # float32 weights above this are avoided where they can stay packed
 SCRATCH_SHARE = 0.25  # most of the memory left by the weights that step buffers take, where the sizes were not set
 
 
@@ -160,7 +161,7 @@ class _Resolution:
         self.config, self.facts, self.model = config, facts, facts.model
         self.drafter = None if config.speculation.speculation == "off" else facts.drafter
         self.groups = self._union_of_groups()
-        self.kv_dtype = "float32"  # decided below
+        self.kind, self.kv_dtype = "cpu", "float32"  # decided below
         self.decisions: list[Decision] = []
         self.refusals: list[Refusal] = []
 
@@ -172,7 +173,8 @@ class _Resolution:
         self._stop_if_refused()
         assert device is not None  # or it was refused
         device = self._smallest(device)
-        dtype = self._dtype(device)
+        self.kind, dtype = device.kind, self._dtype(device)
+        self._quantised(dtype)
         self.kv_dtype = self._kv_dtype(device, dtype)
         context = self._context()
         page_size = self.config.kv.page_size or DEFAULT_PAGE_SIZE
@@ -240,6 +242,15 @@ class _Resolution:
         self._note("dtype", "auto", now, why)
         return now
 
+    def _quantised(self, dtype: str) -> None:
+        """A note of quantised weights: kept in their bits as far as this device has kernels for them, or as numbers."""
+        if self.model.packed_bytes:
+            packed, numbers = self._packed_bytes(dtype), self.model.parameters * ITEM_BYTES[dtype]
+            self._note("quantised weights", "", gib(numbers if packed is None else packed),
+                       f"dequantised to {dtype}: products by packed weights take 16-bit activations, and no"
+                       " --deterministic on a GPU" if packed is None else
+                       f"as {dtype} all would take {gib(numbers)}")
+
     def _kv_dtype(self, device: DeviceFacts, dtype: str) -> str:
         asked = self.config.kv.kv_cache_dtype
         now = dtype if asked == "auto" else asked
@@ -260,6 +271,9 @@ class _Resolution:
         size = self.model.parameters * ITEM_BYTES["float32"]
         if size > device.memory_free // 2:
             return "bfloat16", f"float32 weights would take {gib(size)} of {gib(device.memory_free)} free memory"
+        packed = dict(self.model.packed_bytes).get("cpu")
+        if packed is not None and packed < size // 4 and size > LARGE_ON_CPU:
+            return "bfloat16", f"weights stay packed, {gib(packed)} instead of {gib(size)} of float32"
         return "float32", "exact, and fast on every CPU"
 
     # ------------------------------------------------------------------------------------------ speculation
@@ -357,9 +371,20 @@ class _Resolution:
     # ------------------------------------------------------------------------------------------ memory
     def _weights(self, dtype: str) -> int:
         """On one device: the embedding whole, the rest cut."""
+        ranks, packed = self.config.parallel.tensor_parallel_size, self._packed_bytes(dtype)
         embedding = self.model.vocab_size * self.model.hidden_size
-        cut = (self.model.parameters - embedding) // self.config.parallel.tensor_parallel_size
+        if packed is not None:
+            whole = min(embedding * ITEM_BYTES[dtype], packed)
+            return whole + (packed - whole) // ranks
+        cut = (self.model.parameters - embedding) // ranks
         return (embedding + max(cut, 0)) * ITEM_BYTES[dtype]
+
+    def _packed_bytes(self, dtype: str) -> int | None:
+        """Of all weights, where quantised ones are kept in their bits; see `model.packed_matrix.stays_packed`."""
+        if ITEM_BYTES[dtype] != 2 or (self.kind == "cuda" and self.config.model.deterministic) or \
+                (self.kind == "cpu" and dtype != "bfloat16"):
+            return None
+        return dict(self.model.packed_bytes).get(self.kind)
 
     def _step_buffers(self, dtype: str, seqs: int, budget: int, width: int) -> int:
         """Activations of one layer at the widest step, and three copies of the logits."""

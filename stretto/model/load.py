@@ -77,6 +77,16 @@ def check_native(config: ModelConfig, source: WeightSource) -> CausalModel | Non
     return model
 
 
+def kept_bytes(config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: str) -> int | None:
+    """Bytes of a native model's weights as they are kept on a device of this type, where some stay in fewer bits than
+    `dtype` has; else None. Reads no weights."""
+    if config.architecture not in NATIVE or not isinstance(source, PackedSource):
+        return None
+    weights = Weights(source, dtype, torch.device("meta"), kernels=device)
+    NATIVE[config.architecture](config, weights, 1)
+    return weights.nbytes
+
+
 def build_on_meta(path: Path, adapters: AdapterBank | None = None, shard: Shard | None = None) -> None:
     """Builds a native model without its weights, for what only its building tells: how much room adapters need,
     whether it can be cut into ranks. Raises ConfigError."""

@@ -241,6 +241,19 @@ def test_speculation_width():
     assert resolved.speculation_tokens == 7 and resolved.drafter == "ngram"
 
 
+def test_packed_weights_count_as_what_they_take():
+    found = replace(SMALL, parameters=2_000_000_000, packed_bytes=(("cpu", GIB), ("cuda", GIB)))
+    on_cpu, on_gpu = resolve(Config(), facts(model=found)), resolve(Config(), facts(GPU, model=found))
+    assert on_cpu.dtype == "bfloat16" and "stay packed" in decision(on_cpu, "dtype").why
+    assert on_cpu.memory.weights == on_gpu.memory.weights == GIB
+    exact = resolve(Config(model=ModelSection(dtype="float32")), facts(model=found))
+    assert exact.memory.weights == 8_000_000_000 and "dequantised" in decision(exact, "quantised weights").why
+    fixed = resolve(Config(model=ModelSection(deterministic=True)), facts(GPU, model=found))
+    assert fixed.memory.weights == 4_000_000_000
+    small = resolve(Config(), facts(model=replace(found, parameters=135_000_000)))
+    assert small.dtype == "float32", "small models are exact and fast as they are"
+
+
 def test_an_8_bit_cache_holds_nearly_twice_the_tokens():
     found = replace(SMALL, kv_groups=(KVGroupFacts(None, 11520, 180),))
     asked = Config(kv=KVSection(kv_memory=64 * MIB, kv_cache_dtype="fp8_e4m3"))
