@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from stretto.model.gguf import QUANTISED, GGUFSource
+from stretto.model.load import load_model
+from stretto.ops.packed import Packed
 from tests.gguf.files import Writer, model_metadata, permute, tiny_model, write_model
+from tests.model.dense import run
 
 Kind = gguf.GGMLQuantizationType
 ROWS = 6
@@ -100,6 +103,27 @@ def test_values_of_a_format(tmp_path, kind):
     tensor = source.tensor("model.embed_tokens.weight")
     assert tensor.dtype == torch.float32
     torch.testing.assert_close(tensor, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+    layout = source.layout("model.embed_tokens.weight")
+    assert (layout is None) == (kind in (Kind.Q5_K, Kind.Q6_K))
+    if layout is not None:
+        packed = source.packed("model.embed_tokens.weight")
+        assert packed.layout == layout and packed.codes.dtype == (torch.int8 if kind is Kind.Q8_0 else torch.uint8)
+        torch.testing.assert_close(packed.dequantized(torch.float32), tensor, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16")
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0], ids=lambda k: k.name)
+def test_in_bfloat16_a_file_stays_packed(tmp_path, kind, monkeypatch):
+    """Embedding and tied head included; rows of q and k are put back in order."""
+    path = write_model(tmp_path / "m.gguf", tiny_model("Llama", vocab_size=320, hidden_size=64, intermediate_size=128,
+                                                       tie_word_embeddings=True), kind)
+    ids, cpu = list(range(3, 40)), torch.device("cpu")
+    exact = run(load_model(path, dtype=torch.float32, device=cpu), ids)
+    model = load_model(path, dtype=torch.bfloat16, device=cpu)
+    assert isinstance(model.embedding.weight, Packed) and type(model.head._matrix).__name__ == "Int4CpuMatrix"
+    monkeypatch.setattr("stretto.model.weights.stays_packed", lambda *_: False)
+    usual = run(load_model(path, dtype=torch.bfloat16, device=cpu), ids)
+    assert (run(model, ids) - exact).norm() < 1.3 * (usual - exact).norm()
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1], ids=lambda k: k.name)

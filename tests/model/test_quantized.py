@@ -126,6 +126,66 @@ def test_experts_that_are_stored_one_by_one(tmp_path):
     torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
 
 
+# ------------------------------------------------------------------------------------------------------ kept packed
+# What the matrices of the projections become for bfloat16 on a CPU, and in how many bytes a number of them is kept.
+PACKED = {"gptq-4": ("Int4CpuMatrix", 0.5 + 4 / 32), "gptq-v2": ("Int4CpuMatrix", 0.5 + 4 / 32),
+          "awq": ("Int4CpuMatrix", 0.5 + 4 / 32), "packed-4": ("Int4CpuMatrix", 0.5 + 2 / 32),
+          "packed-4-zero-points": ("Int4CpuMatrix", 0.5 + 4 / 32), "packed-8": ("Int4CpuMatrix", 1 + 2 / 32),
+          "int8": ("Int8CpuMatrix", None), "packed-4-per-channel": ("Int4CpuMatrix", None)}
+
+
+def matrices(model) -> set[str]:
+    """The kinds of matrices in the layers."""
+    parts = [part for layer in model.decoder for part in (layer.attn.qkv, layer.attn.out, layer.mlp.gate_up,
+                                                          layer.mlp.down)]
+    return {type(part._matrix).__name__ for part in parts}
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_bfloat16_weights_stay_packed(layout, tmp_path, monkeypatch, caplog):
+    """No further from the numbers that are meant than the same model dequantised to bfloat16 is; nearly all of what
+    differs is rounding of activations."""
+    oracle, ids = save_quantized(tmp_path, layout), ids_of(40)
+    want = oracle_logits(oracle, ids)
+    with caplog.at_level(logging.WARNING):
+        model = load_model(tmp_path, dtype=torch.bfloat16, device=CPU)
+    expected, bytes_each = PACKED.get(layout, ("PackedMatrix", None))
+    assert matrices(model) == {expected} and ("were dequantised" in caplog.text) == (layout not in PACKED)
+    got = run(model, ids)
+    monkeypatch.setattr("stretto.model.weights.stays_packed", lambda *_: False)
+    numbers = run(load_model(tmp_path, dtype=torch.bfloat16, device=CPU), ids)
+    off, usual = ((logits - want).norm() / want.norm() for logits in (got, numbers))
+    assert off < 1.3 * usual and off < 0.04
+    if bytes_each is not None:
+        monkeypatch.undo()
+        projections = sum(p.numel() for name, p in oracle.named_parameters() if "_proj" in name)
+        rest = sum(p.numel() for p in oracle.parameters()) - projections
+        assert dict(model_facts(tmp_path).packed_bytes)["cpu"] == round(projections * bytes_each) + 2 * rest
+
+
+def test_rows_of_heads_that_are_put_in_another_order(tmp_path):
+    """GLM rotates neighbours, so the rows of its projections are reordered, packed or not."""
+    oracle, ids = save(tmp_path, "Glm4", **SHAPE, pad_token_id=0), ids_of(20)
+    pack, config, _ = LAYOUTS["gptq-4"]
+    quantized.rewrite(tmp_path, pack, config, oracle)
+    model = load_model(tmp_path, dtype=torch.bfloat16, device=CPU)
+    assert "Int4CpuMatrix" in matrices(model)
+    want = oracle_logits(oracle, ids)
+    assert (run(model, ids) - want).norm() / want.norm() < 0.05
+
+
+def test_a_trivial_order_of_columns_is_none(tmp_path):
+    """Files of gptq hold g_idx even where no column was moved."""
+    oracle = save_quantized(tmp_path, "gptq-4")
+    edit(tmp_path, lambda t: t.update({name.replace("qweight", "g_idx"): torch.arange(words.shape[0] * 8) // 32
+                                       for name, words in list(t.items()) if name.endswith(".qweight")}))
+    model, ids = load_model(tmp_path, dtype=torch.bfloat16, device=CPU), ids_of(9)
+    assert matrices(model) == {"Int4CpuMatrix"}
+    want = oracle_logits(oracle, ids)
+    assert (run(model, ids) - want).norm() / want.norm() < 0.04
+
+
 # --------------------------------------------------------------------------------------------------------- refused
 @pytest.mark.parametrize("config, says", [
     ({"quant_method": "bitsandbytes"}, r"'bitsandbytes', which is not supported; supported: fp8, .*gptq, awq"),
