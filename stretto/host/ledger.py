@@ -443,6 +443,7 @@ class Ledger:
         lease = reservation.lease
         lease.flight.append((seq, reservation.q_cap))
         lease.flying += reservation.q_cap
+        lease.rested = -1  # its page may be written
 
     def confirm(self, lease: Lease, seq: int, exact: int) -> None:
         """A result came: in order, once, and within what was reserved for it."""
@@ -580,10 +581,9 @@ class Ledger:
 
     def seam(self, lease: Lease) -> int:
         """Where the taps of position lo-1, and the state behind it, come from when no live slot holds them: a value of
-        the SEAM column. The lease is seated next."""
+        the SEAM column."""
         if lease.draft_lo == lease.lo + 1:
             return Seam.UNKNOWN  # forked: the cell is fed again
-        lease.rested, lease.ahead = -1, 0
         if lease.lo == 0:
             return Seam.START
         if self._state is not None:

@@ -279,8 +279,12 @@ class Sessions:
         in_place = following is not None and self._continue_in_place(session, turn, following, exact)
         if in_place:
             return []
+        slot = turn.slot
         self._slots.leave(turn, returns=True, exact=exact)
         turn.lease = None
+        self._ledger.rest(lease, slot, exact)
+        if not lease.lo:  # it holds nothing from where it could go on
+            session.home, lease = self._ledger.give_up(lease, session.tokens), None
         self._park(session, lease)
         return self._next(session)
 

@@ -18,6 +18,7 @@ from stretto.wire import (
     HEADER,
     N_INT,
     NULL_PAGE,
+    STATE,
     Goal,
     Int,
     LateMask,
@@ -31,6 +32,7 @@ from stretto.wire import (
     TokenScore,
     pack_plan,
     split_plan,
+    state_cells,
 )
 
 WORD = (1 << 64) - 1
@@ -108,6 +110,7 @@ class Slot:
     stops: frozenset[int] = frozenset()
     seam: int | None = 0  # tap of position len-1
     tables: list[dict[int, int]] = field(default_factory=list)
+    states: dict[int, int | None] = field(default_factory=dict)  # cell -> state; that of n tokens is their hash
 
     def __getitem__(self, column: Int) -> int:
         return self.ints[column]
@@ -140,7 +143,9 @@ class FakeDevice:
         self.slots = [self._empty() for _ in range(world.slots)]
         self.kv: list[dict[tuple[int, int], int]] = [{} for _ in world.windows]
         self.draft_kv: dict[tuple[int, int], int] = {}  # at the pages of group 0
-        self.page_tap: dict[int, int] = {}  # page of group 0 -> tap of its last position
+        self.page_tap: dict[int, int | None] = {}  # page of the group with taps -> tap of its last position, or state
+        self.with_taps = world.windows.index(STATE) if STATE in world.windows else 0
+        self.cells = state_cells(world.k)
         self.published: list[set[int]] = [set() for _ in world.windows]  # read-only pages, by the driver's record
         self.host: list[dict[int, HostPage]] = [{} for _ in world.windows]
         self.copies: deque[tuple[int, list[list[int]]]] = deque()  # page operations of plans that are not yet done
@@ -186,6 +191,10 @@ class FakeDevice:
             self._copy(group, source, target)
         elif kind == PageOp.POISON:
             self._poison(group, target)
+        elif kind == PageOp.KEEP_STATE:
+            self.count["kept_states"] += 1
+            need(target not in self.page_tap or target not in self.published[group], "a published state is written")
+            self.page_tap[target] = self.slots[source // self.cells].states.get(source % self.cells)
         elif kind == PageOp.SAVE:
             self.save(group, source, target)
         else:
@@ -205,6 +214,8 @@ class FakeDevice:
             self.slots[s].tables[g][i] = page
         for op in plan.page_ops.tolist() if not plan.moves else ():
             self.page_op(*op)
+        for s in plan.seats[:, 0].tolist():
+            self._seat_seam(self.slots[s], self.slots[s][Int.SEAM])
         start, ids = 0, plan.draft_ids.tolist()
         for s, epoch, at, n in plan.draft_heads.tolist():
             self.host_draft(self.slots[s], epoch, at, ids[start : start + n])
@@ -225,7 +236,6 @@ class FakeDevice:
             if fresh:
                 need(log_from == 0, "a fresh seat brings its whole log")
                 slot.tables = [{} for _ in self.world.windows]
-            self._seat_seam(slot, slot[Int.SEAM])
 
     def _seat_seam(self, slot: Slot, seam: int) -> None:
         if seam == Seam.UNKNOWN:
@@ -235,6 +245,8 @@ class FakeDevice:
             slot.seam = 0
         elif seam != Seam.KEEP:
             slot.seam = self.page_tap.get(seam)
+        if seam != Seam.KEEP:
+            slot.states[slot[Int.LEN] % self.cells] = slot.seam  # a state and a tap are the same hash
 
     def _copy(self, group: int, source: int, target: int) -> None:
         for cells in (self.kv[group], self.draft_kv) if group == 0 else (self.kv[group],):
@@ -246,7 +258,7 @@ class FakeDevice:
         for cells in (self.kv[group], self.draft_kv) if group == 0 else (self.kv[group],):
             for offset in range(self.world.page):
                 cells.pop((page, offset), None)
-        if group == 0:
+        if group == self.with_taps:
             self.page_tap.pop(page, None)
 
     def save(self, group: int, page: int, host_page: int) -> None:
@@ -254,7 +266,8 @@ class FakeDevice:
         offsets = range(self.world.page)
         own = self.draft_kv if group == 0 else {}
         self.host[group][host_page] = HostPage([self.kv[group].get((page, i)) for i in offsets],
-                                               [own.get((page, i)) for i in offsets], self.page_tap.get(page))
+                                               [own.get((page, i)) for i in offsets],
+                                               self.page_tap.get(page) if group == self.with_taps else None)
 
     def restore(self, group: int, host_page: int, page: int) -> None:
         self.count["restored_pages"] += 1
@@ -263,7 +276,7 @@ class FakeDevice:
         self._poison(group, page)
         for cells, values in ((self.kv[group], copy.cells), (self.draft_kv, copy.draft_cells)):
             cells.update({(page, i): value for i, value in enumerate(values) if value is not None})
-        if group == 0 and copy.tap is not None:
+        if group == self.with_taps and copy.tap is not None:
             self.page_tap[page] = copy.tap
 
     def host_draft(self, slot: Slot, epoch: int, at: int, ids: list[int]) -> None:
@@ -322,13 +335,28 @@ class FakeDevice:
         """Writes the cells, then reads all that any query of the row may read."""
         size = self.world.page
         for g, window in enumerate(self.world.windows):
+            if window == STATE:
+                self._states(slot, g, base, q, hashes)
+                continue
             for p in range(base, base + q):
                 page, offset = self.cell(slot, g, p, True)
                 self.kv[g][page, offset] = hashes[p + 1]
-                if g == 0 and offset == size - 1:
+                if g == self.with_taps and offset == size - 1:
                     self.page_tap[page] = hashes[p + 1]
             for p in range(0 if window is None else max(0, base - window + 1), base + q):
                 need(self.kv[g].get(self.cell(slot, g, p, False)) == hashes[p + 1], f"foreign or stale KV (group {g})")
+
+    def _states(self, slot: Slot, group: int, base: int, q: int, hashes: list[int]) -> None:
+        """Reads the state of the cells before the row; leaves those behind every position where the row may end, and
+        behind the ends of pages."""
+        need(slot.states.get(base % self.cells) == hashes[base], "a row begins with a state that is not its own")
+        ends = max(1, self.n_out(slot, base, q))
+        slot.states.update({n % self.cells: hashes[n] for n in range(base + q - ends + 1, base + q + 1)})
+        for n in range(base + 1, base + q + 1):
+            page = slot.tables[group].get((n - 1) // self.world.page, NULL_PAGE)
+            if n % self.world.page == 0 and page != NULL_PAGE:
+                need(page not in self.published[group], "a state is written beside a published page")
+                self.page_tap[page] = hashes[n]
 
     def allowed(self, place: int) -> frozenset[int]:
         """What the step's mask allows its present row at a place of its window."""

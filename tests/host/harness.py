@@ -23,7 +23,7 @@ from stretto.params import Grammar, SamplingParams
 from stretto.protocol import Output, Request, RequestError, TokenLogprob
 from stretto.text.grammar import vocabulary
 from stretto.text.stream import TextDelta
-from stretto.wire import LateMask, StepPlan, StepResult
+from stretto.wire import STATE, LateMask, StepPlan, StepResult
 from tests.host.fake_device import EOS, EVERY, VOCAB, DeviceWorld, FakeDevice, mix, next_token, prefix_hashes, score
 
 HOST_STOP = 11  # the id whose text is half a stop string, see `piece`
@@ -200,6 +200,8 @@ def make_world(rng: random.Random, **force) -> World:
     context = force.pop("max_model_len", context)
     lookahead = k if drafter == "eagle" else 0
     windows = force.pop("windows", rng.choice([(None,), (None, rng.choice([5, 16, 33])), (None, 5, 16)]))
+    if drafter == "eagle" and windows[0] == STATE:
+        windows = (None, *windows)  # a drafter's own layers have cells
     room = force.pop("room", rng.choice([1.0, 1.0, 1.3, 2.0, 3.0]))
     small_windows = force.pop("small_windows", rng.random() < 0.5)
     full = int(-(-(context - 1 + lookahead) // page) * room)
@@ -210,6 +212,8 @@ def make_world(rng: random.Random, **force) -> World:
         prefix_cache=rng.random() < 0.85, eos_token_ids=frozenset({EOS}), seeds=random.Random(rng.random()),
         poison=True, rates=RandomRates(random.Random(rng.random())))
     host_room = force.pop("host_room", rng.choice([0, 0, 0.3, 1.0, 4.0]))  # of the pages of each group
+    if STATE in windows:
+        host_room, fields["state_every"] = 0, rng.choice([1, 1, 2, 3])  # host memory is refused at start-up
     fields |= {name: force.pop(name) for name in list(force) if name in HostLimits.__dataclass_fields__}
     pages = tuple(full if w is None or not small_windows else min(full, _least_pages(w, page, lookahead))
                   for w in windows)

@@ -31,7 +31,7 @@ from stretto.host.slots import Slots
 from stretto.host.tier import HostTier
 from stretto.host.turn import Turn
 from stretto.text.masks import MaskMaker
-from stretto.wire import NEVER, Goal, Int, Moved, Seam
+from stretto.wire import NEVER, STATE, Goal, Int, Moved, Seam
 from tests.host.fake_device import EVERY, FakeDevice
 from tests.host.harness import Harness, World, make_world
 
@@ -44,6 +44,7 @@ TIGHT = dict(room=1.0, eager=True)
 LATE = dict(depth=2)
 TIER = dict(room=1.0, eager=True, host_room=4.0, page_size=4, prefix_cache=True, session_share=0.6)
 GRAMMAR = dict(SPEC, grammar_share=0.9, accept=0.95)
+STATES = dict(SPEC, windows=(None, STATE), session_share=0.6, page_size=4)
 SESSIONS = dict(session_share=1.0, most_waiting=4)
 
 
@@ -682,6 +683,56 @@ class ScoreRowSamples(FakeDevice):
 
 SLOW = dict(TIER, device=CopiesWhenAwaited)
 
+# ---------------------------------------------------------------------------------------------------------- states
+def rest_forgets_what_flies(m: Patch) -> None:
+    wrapped(m, Ledger, "rest", lambda f, self, lease, slot, exact=False: f(self, lease, slot, True))
+
+
+def rest_keeps_the_length(m: Patch) -> None:
+    wrapped(m, Ledger, "rest", lambda f, self, lease, slot, exact=False: None)
+
+
+def rested_though_it_ran(m: Patch) -> None:
+    def launch(f, self, reservation, seq):
+        rested = reservation.lease.rested
+        f(self, reservation, seq)
+        reservation.lease.rested = rested
+    wrapped(m, Ledger, "launch", launch)
+
+
+def in_place_where_the_device_went_on(m: Patch) -> None:
+    m.setattr(Ledger, "has_states", False)
+
+
+def adopt_without_a_state(m: Patch) -> None:
+    wrapped(m, Ledger, "_longest", lambda f, self, path, has: (
+        f(self, path, lambda node, g: g == self._state or has(node, g))))
+
+
+def rewind_between_states(m: Patch) -> None:
+    wrapped(m, Ledger, "_state_below", lambda f, self, lease, n, rested=True: (
+        n if rested else f(self, lease, n, rested)))
+
+
+class LastStateOnly(FakeDevice):
+    """It keeps the state behind the row's last token alone, accepted or not."""
+
+    def _states(self, slot, group, base, q, hashes):
+        before = dict(slot.states)
+        super()._states(slot, group, base, q, hashes)
+        last = (base + q) % self.cells
+        slot.states = before | {last: slot.states[last]}
+
+
+class StateOfTheDraft(FakeDevice):
+    """What was left behind a rejected draft is not written again."""
+
+    def _states(self, slot, group, base, q, hashes):
+        kept = dict(self.page_tap)
+        super()._states(slot, group, base, q, hashes)
+        self.page_tap |= kept
+
+
 MUTANTS: dict[str, tuple[Callable[[Patch], None] | type[FakeDevice], dict]] = {
     "unclipped_hi": (unclipped_hi, dict(
         width=7, depth=2, page_size=1, room=2.0, cap_policy="full", drafter="ngram", windows=(None,), long_share=0.5)),
@@ -785,6 +836,14 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None] | type[FakeDevice], dict]] = {
     "lengths_one_step_stale": (LengthsOneStepStale, SPEC),
     "windows_beyond_their_mask": (WindowsBeyondTheirMask, dict(GRAMMAR, drafter="ngram")),
     "cap_ignored": (CapIgnored, dict(SPEC, accept=0.95, drafter="ngram", random_caps=True)),
+    "rest_forgets_what_flies": (rest_forgets_what_flies, dict(STATES, width=0, depth=3)),
+    "rest_keeps_the_length": (rest_keeps_the_length, STATES),
+    "rested_though_it_ran": (rested_though_it_ran, STATES),
+    "in_place_where_the_device_went_on": (in_place_where_the_device_went_on, dict(STATES, **SESSIONS)),
+    "adopt_without_a_state": (adopt_without_a_state, STATES),
+    "rewind_between_states": (rewind_between_states, STATES),
+    "last_state_only": (LastStateOnly, dict(STATES, drafter="ngram")),
+    "state_of_the_draft": (StateOfTheDraft, dict(STATES, drafter="ngram", accept=0.3, page_size=1)),
 }
 
 SURVIVORS = {

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stretto.host.limits import CAP_POLICIES
+from stretto.wire import STATE
 from tests.host.harness import DRAFTERS, Harness, World, make_world
 
 QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -19,7 +20,8 @@ QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(Hea
 @st.composite
 def worlds(draw) -> World:
     drafter = draw(st.sampled_from(DRAFTERS))
-    windows = draw(st.sampled_from([(None,), (None, 5), (None, 33), (None, 5, 16), (None, None), (6,), (1,)]))
+    windows = draw(st.sampled_from([(None,), (None, 5), (None, 33), (None, 5, 16), (None, None), (6,), (1,),
+                                    (None, STATE), (STATE,), (None, STATE, 5)]))
     return make_world(
         random.Random(draw(st.integers(0, 999))), drafter=drafter, windows=windows,
         width=0 if drafter == "none" else draw(st.sampled_from([1, 3, 7])),
@@ -50,7 +52,8 @@ MUST_HAPPEN = ("masked_steps", "masked_positions", "grammar_ends", "forced_draft
                "answers", "aborted", "mixed_steps", "tail_rows", "retractions", "stale_results", "host_stops", "forks",
                "forks_without_pages", "session_turns", "in_place_turns", "branches", "reclaimed", "drafted", "accepted",
                "late_kept", "late_dropped", "host_drafts", "cached_tokens", "pool_bound", "session_refusals",
-               "host_saved_tokens", "host_restored_tokens", "host_declined_tokens", "host_forgotten_tokens", "fenced")
+               "host_saved_tokens", "host_restored_tokens", "host_declined_tokens", "host_forgotten_tokens", "fenced",
+               "kept_states")
 
 
 def test_what_is_to_be_tested_happens():
@@ -61,6 +64,7 @@ def test_what_is_to_be_tested_happens():
         total += Harness(make_world(random.Random(seed), long_share=0.1, max_model_len=150, **force), seed).run(50)
     for seed in range(2):  # a pool smaller than the context
         total += Harness(make_world(random.Random(seed), page_size=4, room=0.5, long_share=0.5), seed).run(30)
+    total += Harness(make_world(random.Random(3), windows=(None, STATE), session_share=1.0, most_waiting=4), 3).run(30)
     assert [name for name in MUST_HAPPEN if not total[name]] == []
 
 
