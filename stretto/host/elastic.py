@@ -80,6 +80,7 @@ class ElasticCounters:
     steps: int = 0
     probes: int = 0
     speculating_steps: int = 0  # in which drafts could be verified
+    absent_drafts: int = 0  # that rows might have verified, and for which steps had no room made
     timed_steps: int = 0
     predicted_seconds: float = 0.0
     measured_seconds: float = 0.0
@@ -307,6 +308,7 @@ class Elastic:
         self._flights[seq] = _Flight(choice, work, allowed)
         self.counters.steps += 1
         self.counters.speculating_steps += any(allowed.values())
+        self.counters.absent_drafts += choice.absent
         for n in allowed.values():
             self.counters.chosen[n] += 1
 

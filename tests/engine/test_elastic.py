@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from stretto.device.streams import InlineDevice
+from stretto.device.streams import InlineDevice, ThreadDevice
 from stretto.engine.step_times import LEAST_POINTS, StepTimes, cached, points
 from stretto.host.cost import CostModel, StepWork
-from stretto.host.elastic import Elastic
+from stretto.host.elastic import Elastic, Sizes
 from stretto.params import SamplingParams
+from stretto.ragged import RaggedStep
+from stretto.spec.api import Offer, SlotView
 from stretto.spec.scripted import ScriptedDrafter
 from tests.engine.small import VOCAB, Oracle, Run, greedy, make_core
 
@@ -33,14 +36,21 @@ def elastic(samples: list[tuple[StepWork, float]], **more) -> Elastic:
 
 
 def run(oracle: Oracle, policy: Elastic, accuracy: float = 1.0, sampling: SamplingParams | None = None,
-        **options) -> Run:
-    answers = [prompt + oracle.answer(prompt, TOKENS) for prompt in PROMPTS]
-    drafter = ScriptedDrafter(answers, WIDTH, accuracy, vocab_size=VOCAB)
+        drafter: ScriptedDrafter | None = None, bounded: bool = False, others: int = 0, **options) -> Run:
+    """`bounded`: the device's steps are of the size that their plans say, as they are on a GPU. `others`: requests more,
+    which begin first."""
+    if drafter is None:
+        answers = [prompt + oracle.answer(prompt, TOKENS) for prompt in PROMPTS]
+        drafter = ScriptedDrafter(answers, WIDTH, accuracy, vocab_size=VOCAB)
     run = Run(make_core(oracle.model, drafter=drafter, elastic=policy, budget=64, chunk=7, **options))
+    assert isinstance(run.core.device, InlineDevice | ThreadDevice)
+    run.core.device.runner.exact = not bounded
     run.core.host._clock._clock = lambda: 0.0  # the cost model keeps to what it was given
+    for i in range(others):
+        run.submit(f"other {i}", PROMPTS[i % 3], sampling or greedy(TOKENS))
     for i, prompt in enumerate(PROMPTS):
         run.submit(str(i), prompt, sampling or greedy(TOKENS))
-        run.step(3)
+        run.step(1 if others else 3)
     run.finish()
     return run
 
@@ -94,6 +104,64 @@ def test_a_goal_for_steps_makes_chunks_smaller(oracle: Oracle):
     got.finish()
     assert got.ids("a") == oracle.answer(prompt, 4)
     assert got.counters["chunk_rows"] == 2
+
+
+class Knowing(ScriptedDrafter):
+    """It knows which of its ids are wrong, nearly: chances of 0.9 and 0.2."""
+
+    def __init__(self, answers: list[list[int]], accuracy: float):
+        super().__init__(answers, WIDTH, accuracy, vocab_size=VOCAB)
+        self.caps = replace(self.caps, variable=True, confidence=True)
+        self.told: list[float] = []
+
+    def propose(self, step: RaggedStep, view: SlotView, width: int) -> Offer:
+        spoilt = super().propose(step, view, width)
+        self.accuracy, kept = 1.0, self.accuracy
+        right = super().propose(step, view, width)
+        self.accuracy = kept
+        chances = torch.where(spoilt.ids == right.ids, 0.9, 0.2).cumprod(1)
+        sure = (chances >= view.least).int().cumprod(1).sum(1)
+        self.told.append(float(view.least))
+        return Offer(spoilt.ids, torch.minimum(spoilt.width, sure).int())
+
+
+@pytest.mark.parametrize("confident", [False, True])
+def test_a_drafter_that_knows_its_chances_is_told_which_pay(oracle: Oracle, confident: bool):
+    """Each token more costs as much as half a step: only what is nearly certain pays."""
+    costs = [(StepWork(1, n, 0), 0.001 + 0.0006 * n) for n in (1, 16, 64, 256)]
+    policy = elastic(costs, confident=confident)
+    drafter = Knowing([prompt + oracle.answer(prompt, TOKENS) for prompt in PROMPTS], 0.6)
+    got = run(oracle, policy, drafter=drafter)
+    for i, prompt in enumerate(PROMPTS):
+        assert got.ids(str(i)) == oracle.answer(prompt, TOKENS)
+    rate = got.counters["accepted"] / got.counters["drafted"]
+    if confident:
+        assert max(drafter.told) > 0.3 and rate > 0.85 and got.counters["accepted"] > 20
+    else:
+        assert set(drafter.told) == {0.0} and rate < 0.75
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_with_room_for_what_is_likely_to_be_offered_say_the_same(oracle: Oracle, overlap: bool):
+    """On a device whose steps have a size: here most rows find no drafts, and all of them in some steps."""
+    cost = CostModel(CHEAP, 256)
+    policy = Elastic(cost, 9, (0, WIDTH), exact=False)
+    policy._sizes = Sizes(cost, WIDTH, preparing=0.0)
+    drafter = Sometimes([prompt + oracle.answer(prompt, TOKENS) for prompt in PROMPTS], WIDTH, vocab_size=VOCAB)
+    got = run(oracle, policy, drafter=drafter, bounded=True, overlap=overlap, others=4)
+    for i, prompt in enumerate(PROMPTS):
+        assert got.ids(str(i)) == oracle.answer(prompt, TOKENS)
+    assert policy.counters.absent_drafts > 20 and got.counters["accepted"] > 20
+
+
+class Sometimes(ScriptedDrafter):
+    """Finds something for a row in one of four steps; now and then for all rows at once."""
+
+    def propose(self, step: RaggedStep, view: SlotView, width: int) -> Offer:
+        offer = super().propose(step, view, width)
+        at = view.known[step.slots.long()]
+        finds = ((at // 3 + step.slots) % 4 == 0) | bool((at % 32 == 0).any())
+        return Offer(offer.ids, torch.where(finds, offer.width, 0))
 
 
 # --------------------------------------------------------------------------------------------------------- step times
