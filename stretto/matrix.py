@@ -53,6 +53,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("n > 1", "choices that were forked from one prompt"),
     Feature("streaming", "text that came in pieces and equals the text of all tokens"),
     Feature("logit processor", "places where a processor of the server's changed which token is the likeliest"),
+    Feature("tensor parallelism", "steps that two ranks ran, each with its part of the model, to the same result"),
     Feature("LoRA adapter", "answers of the adapter that the model itself would not give"),
     *(Feature(f"attention {name}", "the backend of the run", "attention") for name in ("torch", "triton")),
     *(Feature(name, "the type of weights, activations and KV cells", "dtype")

@@ -34,6 +34,23 @@ def pairwise(options: Mapping[str, Sequence[Any]], seed: int = 0,
     return cells
 
 
+def each_value(options: Mapping[str, Sequence[Any]], seed: int = 0,
+               allowed: Callable[[Cell], bool] = lambda cell: True) -> list[Cell]:
+    """As few cells in which every value of every option occurs, each the best of a few random ones."""
+    rng = random.Random(seed)
+    left = {(name, value) for name, values in options.items() for value in values}
+    cells: list[Cell] = []
+    while left:
+        candidates: list[Cell] = []
+        while len(candidates) < 400:
+            cell = {name: rng.choice(values) for name, values in options.items()}
+            candidates += [cell] * allowed(cell)
+        best = max(candidates, key=lambda cell: len(cell.items() & left))
+        left -= best.items()
+        cells.append(best)
+    return cells
+
+
 def _pairs(cell: Cell, names: list[str]) -> set[tuple[str, Any, str, Any]]:
     return {(a, cell[a], b, cell[b]) for a, b in itertools.combinations(names, 2)}
 

@@ -12,6 +12,8 @@ goes out and nothing but check sums comes back; a rank whose results differ ends
 from __future__ import annotations
 
 import datetime
+import logging
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +35,7 @@ from stretto.wire import HEADER, Moved, split_plan, split_times, with_times, wit
 if TYPE_CHECKING:
     from stretto.device.symmetric import SymmetricMemory
 
+logger = logging.getLogger(__name__)
 PLAN, MASK, WARM_UP, BETWEEN, CLOSE = "plan", "mask", "warm up", "between", "close"  # to the other ranks
 SUM, DONE, FAILED = "sum", "done", "failed"  # from them
 BLAME_SECONDS = 2.0  # in which a rank that fails can say so
@@ -55,10 +58,11 @@ class RankShard(Shard):
     larger through NCCL. Both give the same bits on every rank. NCCL's sum of more than two ranks depends on where in
     the tensor it stands; `fixed` has everything added up in the order of the ranks, and rounded once."""
 
-    def __init__(self, rank: int, ranks: int, memory: SymmetricMemory | None = None, nccl: bool = False):
+    def __init__(self, rank: int, ranks: int, device: torch.device, memory: SymmetricMemory | None = None,
+                 nccl: bool = False):
         """`nccl`: sums that `memory` does not take are NCCL's, rather than in order."""
         super().__init__(rank, ranks)
-        self._memory, self._nccl = memory, nccl
+        self.device, self._memory, self._nccl = device, memory, nccl
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -101,17 +105,19 @@ class RankShard(Shard):
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
 
 
-def join_ranks(rank: int, ranks: int, address: str, device: torch.device, fixed: bool = False) -> RankShard:
-    """Meets the other ranks at `address` (an init_method of torch.distributed). Waits for all of them."""
+def join_ranks(rank: int, ranks: int, store: dist.Store, device: torch.device, fixed: bool = False,
+               one_host: bool = True) -> RankShard:
+    """Meets the other ranks through a store that all can reach, each with a device of its own. Waits for all of them.
+    `one_host`: the GPUs may reach each other's memory."""
     if device.type == "cpu":
-        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=TIMEOUT)
-        return RankShard(rank, ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+        return RankShard(rank, ranks, device)
     from stretto.device.symmetric import SymmetricMemory  # imports triton, which installations for CPU may lack
 
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", init_method=address, rank=rank, world_size=ranks, timeout=TIMEOUT,
-                            device_id=device)
-    return RankShard(rank, ranks, SymmetricMemory(rank, ranks, device), nccl=not fixed)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT, device_id=device)
+    memory = SymmetricMemory(rank, ranks, device) if one_host else None
+    return RankShard(rank, ranks, device, memory, nccl=not fixed)
 
 
 def leave_ranks() -> None:
@@ -168,12 +174,20 @@ class RanksDevice:
     """`DeviceHalf` of rank 0: what it runs, the others run. A step's result is given out when all have the same."""
 
     def __init__(self, own: DeviceHalf, shard: RankShard, connections: Sequence[Connection],
-                 close_all: Callable[[bool], None]):
-        """`connections`: to ranks 1, 2, ...; `close_all(failed)` ends their processes."""
-        self.own, self._shard, self._close_all = own, shard, close_all
+                 close_all: Callable[[bool], None], lives: Sequence[Any] = ()):
+        """`connections`: to ranks 1, 2, ...; `close_all(failed)` ends their processes. `lives`: what can be waited for
+        (`multiprocessing.connection.wait`), and is ready when that rank's process has ended."""
+        self.own, self._shard, self._close_all, self._closing = own, shard, close_all, False
+        threading.Thread(target=self._watch, args=(lives,), name="lives of the ranks", daemon=True).start()
         self.fellows = [Fellow(rank, connection) for rank, connection in enumerate(connections, 1)]
         self._moved: dict[int, list[Moved]] = {}  # by plan: of the ranks that have moved its pages
         self._failed = False
+
+    def _watch(self, lives: Sequence[Any]) -> None:
+        """A rank that dies leaves this one's GPU in the middle of a sum, and whoever waits for the GPU with it."""
+        if lives and wait(lives) and not self._closing:
+            logger.error("a rank has died")
+            self._shard.let_go()
 
     def _tell(self, kind: str, content: Any = None) -> None:
         for fellow in self.fellows:
@@ -289,6 +303,7 @@ class RanksDevice:
         return self.own.counts()
 
     def close(self) -> None:
+        self._closing = True
         if self._failed:
             self._close_all(True)  # first: nobody waits for them then
             self._shard.let_go()

@@ -27,16 +27,19 @@ from stretto.config import (
 from stretto.device.graphs import tokens_bucket, usual_shapes
 from stretto.device.host_pages import PinError
 from stretto.device.kv import KVCache, kv_dtype
+from stretto.device.ranks import RankFailed, RankShard
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
 from stretto.device.states import kv_groups
 from stretto.device.streams import DeviceHalf, make_device
 from stretto.engine.adapters import AdapterLoader
 from stretto.engine.core import EngineCore
+from stretto.engine.hosts import HostRanks, Meeting, prepare_with
+from stretto.engine.launch import Launch
 from stretto.engine.locate import Located
 from stretto.engine.loop import StartFailed
 from stretto.engine.prepare import START_FAILURES, Prepared, not_fixed, prepare_located
-from stretto.engine.ranks import Ranks, rank_device
+from stretto.engine.ranks import Ranks
 from stretto.engine.step_times import StepTimes, cached
 from stretto.host.adapters import Adapters
 from stretto.host.cost import CostModel
@@ -51,7 +54,6 @@ from stretto.model.hub import cache_folder
 from stretto.model.load import load_model
 from stretto.model.lora import AdapterBank
 from stretto.model.pooling import pooling_facts
-from stretto.model.shard import Shard
 from stretto.model.source import WeightError
 from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo, LoadAdapter, RequestError
@@ -73,19 +75,35 @@ Progress = Callable[[str, int, int], None]
 def start_core(located: Located) -> EngineCore:
     """Both parts, for a process whose parent has found the model. Raises StartFailed with what a user can understand,
     and compat.ConfigError with every refusal."""
+    launch = Launch.of_environment()
     try:
-        return build_core(prepare_located(located))
-    except START_FAILURES as e:
+        if launch is None:
+            return build_core(prepare_located(located))
+        meeting = Meeting(launch)
+        prepared = prepare_with(meeting, located)
+        return build_core(prepared, ranks=meeting.lead(prepared, located.config.model.deterministic))
+    except (*START_FAILURES, RankFailed, TimeoutError) as e:
         raise StartFailed(str(e)) from e
 
 
-def build_core(prepared: Prepared, progress: Progress | None = None) -> EngineCore:
-    """Loads weights, allocates the KV cache and starts the device half. Call it on the thread that will step it."""
+def build_core(prepared: Prepared, progress: Progress | None = None,
+               ranks: Ranks | HostRanks | None = None) -> EngineCore:
+    """Loads weights, allocates the KV cache and starts the device half. Call it on the thread that will step it.
+    `ranks`: those that there are already; None: they are started where there shall be some."""
+    ranks = ranks or start_ranks(prepared)
+    try:
+        return _build(prepared, ranks, progress)
+    except BaseException:
+        if ranks is not None:
+            ranks.close(failed=True)
+        raise
+
+
+def _build(prepared: Prepared, ranks: Ranks | HostRanks | None, progress: Progress | None) -> EngineCore:
     timings = dict(prepared.timings)
     resolved = prepared.resolved
     torch.manual_seed(resolved.seed or 0)  # nothing samples from it; libraries may
     clock = _Clock(timings)
-    ranks = start_ranks(prepared)
     tokenizer = load_tokenizer(prepared.tokenizer_path)
     clock.lap("tokenizer")
     parts = load_parts(prepared, ranks.join() if ranks else None, progress, clock)
@@ -123,11 +141,11 @@ class Parts:
     device: DeviceHalf
 
 
-def load_parts(prepared: Prepared, shard: Shard | None = None, progress: Progress | None = None,
+def load_parts(prepared: Prepared, shard: RankShard | None = None, progress: Progress | None = None,
                clock: _Clock | None = None) -> Parts:
     """The weights, KV memory and device half of a rank; None: of all of the model."""
     resolved, lora = prepared.resolved, prepared.resolved.config.lora
-    device = rank_device(resolved.device, shard.rank) if shard else torch.device(resolved.device)
+    device = shard.device if shard else torch.device(resolved.device)
     bank = AdapterBank(lora.max_loras, lora.max_lora_rank) if lora.on else None
     model = load_model(prepared.path, dtype=getattr(torch, resolved.dtype), device=device,
                        progress=partial(progress, "weights") if progress else None, context=resolved.max_model_len,
@@ -151,7 +169,7 @@ def start_ranks(prepared: Prepared) -> Ranks | None:
     return Ranks(ranks, resolved.device, prepared, rank_half, fixed=resolved.config.model.deterministic)
 
 
-def rank_half(prepared: Prepared, shard: Shard) -> tuple[DeviceHalf, int]:
+def rank_half(prepared: Prepared, shard: RankShard) -> tuple[DeviceHalf, int]:
     """For ranks 1, 2, ...: the device half, and how many steps are in flight."""
     return load_parts(prepared, shard).device, prepared.resolved.depth
 

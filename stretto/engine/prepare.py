@@ -8,11 +8,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stretto.compat import ConfigError, Refusal
-from stretto.config import DEFAULT_DRAFT_TOKENS, Config, DrafterFacts, Facts, KVGroupFacts, Resolved
+from stretto.config import DEFAULT_DRAFT_TOKENS, Config, DeviceFacts, DrafterFacts, Facts, KVGroupFacts, Resolved
 from stretto.engine.locate import Located, locate
 from stretto.facts import gather_facts
 from stretto.model.config import ConfigError as ModelConfigError
@@ -30,6 +31,9 @@ from stretto.text.tokenizer import TokenizerError
 
 START_FAILURES = (ModelNotFound, ModelConfigError, WeightError, TokenizerError, GGUFError, DrafterError)
 """By which a model refuses to start; their messages are for the user."""
+
+
+Devices = Callable[[tuple[DeviceFacts, ...]], tuple[DeviceFacts, ...]]
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,12 @@ def prepare(config: Config) -> Prepared:
     return replace(prepared, timings={"find model": found} | prepared.timings)
 
 
-def prepare_located(located: Located) -> Prepared:
-    """`prepare` of a model that has been found. Raises the same, except ModelNotFound of the model itself."""
+def prepare_located(located: Located, devices: Devices = lambda own: own) -> Prepared:
+    """`prepare` of a model that has been found. `devices`: of all hosts, given those of this one. Raises the same,
+    except ModelNotFound of the model itself."""
     started = time.perf_counter()
     facts = gather_facts(located.path)
+    facts = replace(facts, devices=devices(facts.devices))
     target = Target(facts.model.name, located.path, facts.model.vocab_size, facts.model.hidden_size,
                     facts.model.n_layers, facts.model.context, located.tokenizer_path)
     facts = _with_drafter(located.config, facts, target)

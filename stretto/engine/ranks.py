@@ -28,13 +28,12 @@ class Ranks:
     def __init__(self, ranks: int, device_type: str, prepared: Any, make: MakeDevice, fixed: bool = False):
         """`fixed`: as `device.ranks.join_ranks`."""
         self._folder = tempfile.mkdtemp(prefix="stretto-ranks-")
-        self.address = f"file://{self._folder}/meet"
         self._ranks, self._type, self._fixed = ranks, device_type, fixed
         context = multiprocessing.get_context("spawn")
         self._processes, self._connections = [], []
         for rank in range(1, ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_run, args=(os.getpid(), rank, ranks, self.address, device_type, prepared,
+            process = context.Process(target=_run, args=(os.getpid(), rank, ranks, self._folder, device_type, prepared,
                                                          make, fixed, there),
                                       name=f"stretto rank {rank}", daemon=True)
             process.start()
@@ -44,11 +43,13 @@ class Ranks:
 
     def join(self) -> RankShard:
         """Rank 0's part in the meeting."""
-        self._shard = join_ranks(0, self._ranks, self.address, rank_device(self._type, 0), self._fixed)
+        self._shard = join_ranks(0, self._ranks, store_in(self._folder, self._ranks), rank_device(self._type, 0),
+                                 self._fixed)
         return self._shard
 
     def lead(self, own: DeviceHalf) -> RanksDevice:
-        return RanksDevice(own, self._shard, self._connections, self.close)
+        return RanksDevice(own, self._shard, self._connections, self.close,
+                           [process.sentinel for process in self._processes])
 
     def close(self, failed: bool = False) -> None:
         """`failed`: nobody waits for anybody."""
@@ -69,17 +70,22 @@ class Ranks:
             os.rmdir(self._folder)
 
 
+def store_in(folder: str, ranks: int) -> torch.distributed.FileStore:
+    """By which the ranks of one host find each other."""
+    return torch.distributed.FileStore(os.path.join(folder, "meet"), ranks)
+
+
 def rank_device(device_type: str, rank: int) -> torch.device:
     return torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
 
 
-def _run(parent: int, rank: int, ranks: int, address: str, device_type: str, prepared: Any, make: MakeDevice,
+def _run(parent: int, rank: int, ranks: int, folder: str, device_type: str, prepared: Any, make: MakeDevice,
          fixed: bool, leader: Connection) -> None:
     end_with_parent(parent)  # it may be waiting for the others when the engine is killed
     if device_type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
-        shard = join_ranks(rank, ranks, address, rank_device(device_type, rank), fixed)
+        shard = join_ranks(rank, ranks, store_in(folder, ranks), rank_device(device_type, rank), fixed)
         device, depth = make(prepared, shard)
     except Exception as e:
         leader.send((FAILED, f"{type(e).__name__}: {e}"))

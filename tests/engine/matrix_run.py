@@ -26,6 +26,9 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from stretto.bench.tiny import write_tiny
+from stretto.device.ranks import RanksDevice
+from stretto.device.runner import Runner
+from stretto.device.streams import DeviceHalf
 from stretto.engine.adapters import AdapterLoader
 from stretto.engine.core import EngineCore
 from stretto.host.adapters import Adapters
@@ -36,6 +39,7 @@ from stretto.logit_processors import RowProcessor
 from stretto.model.api import CausalModel
 from stretto.model.load import load_model
 from stretto.model.lora import AdapterBank
+from stretto.model.shard import Shard
 from stretto.params import Grammar, ProcessorUse, SamplingParams
 from stretto.protocol import CloseSession, GetSession, LoadAdapter, Output, Request, SessionTurn
 from stretto.sample.custom import CustomProcessors, Registry
@@ -53,6 +57,7 @@ WORD = Grammar("regex", f"[a-f]{{{NEW}}}")
 SEED = 77
 # Seconds of a step: drafts cost little in a step of a few tokens, and much in a larger one.
 COSTS = [(StepWork(1, tokens, 0), seconds) for tokens, seconds in ((1, 0.010), (6, 0.0105), (16, 0.04), (64, 0.3))]
+Lead = Callable[[DeviceHalf], DeviceHalf]
 DRAFTERS = ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp", "dflash", "dspark")
 
 
@@ -69,10 +74,12 @@ class Lab:
     adapted: transformers.PreTrainedModel | None = None  # transformers' form with the adapter merged
 
 
-def make_lab(folder: Path, window: bool, dtype: str, device: str = "cpu", lora: bool = False) -> Lab:
+def make_lab(folder: Path, window: bool, dtype: str, device: str = "cpu", lora: bool = False,
+             shard: Shard | None = None) -> Lab:
+    """`shard`: the rank whose part of the model it has."""
     tiny = write_tiny(folder, WINDOW if window else None, VOCAB, CONTEXT)
     bank = AdapterBank(1, 4) if lora else None
-    model = load_model(tiny.path, dtype=getattr(torch, dtype), device=torch.device(device), adapters=bank)
+    model = load_model(tiny.path, dtype=getattr(torch, dtype), device=torch.device(device), adapters=bank, shard=shard)
     config = json.loads((tiny.path / "config.json").read_text()) | {"model_type": "qwen2"}
     made = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**config)).eval()
     tensors = load_file(tiny.path / "model.safetensors")
@@ -86,17 +93,24 @@ def make_lab(folder: Path, window: bool, dtype: str, device: str = "cpu", lora: 
     return replaced(lab, bank=bank, adapter=adapter, adapted=merged(made, adapter))
 
 
-def lab_keeper(make_folder: Callable[[str], Path], device: str = "cpu") -> Callable[[frozenset[str]], Lab]:
-    """The lab that a cell needs; each is made when first asked for."""
-    kept: dict[tuple[bool, str, bool], Lab] = {}
+def lab_keeper(make_folder: Callable[[str], Path], device: str = "cpu",
+               shard: Shard | None = None) -> Callable[[frozenset[str]], Lab]:
+    """The lab that a cell needs; each is made when first asked for. `shard`: of cells with tensor parallelism."""
+    kept: dict[tuple[bool, str, bool, bool], Lab] = {}
 
     def get(features: frozenset[str]) -> Lab:
-        window, dtype = "window" in features, next(name for name in TOLERANCE if name in features)
-        key = window, dtype, "LoRA adapter" in features
+        key = lab_key(features)
         if key not in kept:
-            kept[key] = make_lab(make_folder("tiny"), window, dtype, device, key[2])
+            window, dtype, lora, cut = key
+            kept[key] = make_lab(make_folder("tiny"), window, dtype, device, lora, shard if cut else None)
         return kept[key]
     return get
+
+
+def lab_key(features: frozenset[str]) -> tuple[bool, str, bool, bool]:
+    """Window, type, room for adapters, cut into ranks."""
+    dtype = next(name for name in TOLERANCE if name in features)
+    return "window" in features, dtype, "LoRA adapter" in features, "tensor parallelism" in features
 
 
 class Shy(RowProcessor):
@@ -133,13 +147,43 @@ class Asked:
         return bool(self.ids()) and self.outputs[0][-1].finish_reason is None
 
 
-class MatrixRun:
-    """`features`: names of `stretto.matrix.FEATURES` that are on."""
+def page_size(features: frozenset[str]) -> int:
+    return next(int(name.split()[-1]) for name in features if name.startswith("page size"))
 
-    def __init__(self, lab: Lab, features: frozenset[str]):
-        self.lab, self.on = lab, features
-        self.page = next(int(name.split()[-1]) for name in features if name.startswith("page size"))
-        self.drafter = next((name.split()[-1] for name in features if name.startswith("drafter")), None)
+
+def drafter_of(features: frozenset[str]) -> str | None:
+    return next((name.split()[-1] for name in features if name.startswith("drafter")), None)
+
+
+def engine_of(lab: Lab, on: frozenset[str], lead: Lead = lambda half: half) -> EngineCore:
+    """`lead` makes of the device half here that of all ranks."""
+    tokenizer, page, drafter = ByteTokenizer(), page_size(on), drafter_of(on)
+    attention = "triton" if "attention triton" in on else "torch"
+    setup = Setup(width=4, page_size=page, pool_tokens=16 * max(page, 256), chunk=CHUNK, budget=64,
+                  mixed="mixed chunk" in on, overlap="overlap" in on, slots=13, context=CONTEXT,
+                  prefix_cache="prefix cache" in on, attention=attention,
+                  kv_dtype="fp8_e4m3" if "FP8 KV cache" in on else None,
+                  host_tokens=16 * max(page, 256) if "host memory" in on else 0)
+    limits: dict = {"adapters": Adapters(1)} if lab.bank is not None else {}
+    if "elastic speculation" in on:
+        limits["elastic"] = Elastic(CostModel(COSTS, setup.budget), setup.slots, (0, 2, setup.width), exact=True,
+                                    on_host=drafter == "suffix")
+    core = make_engine(lab.model, lab.drafters[drafter] if drafter else None, lab.target, setup,
+                       Grammars(partial(vocabulary, tokenizer, VOCAB, [EOS]), VOCAB), frozenset({EOS}),
+                       partial(IncrementalText.for_request, tokenizer), check_processor=REGISTRY.check, **limits)
+    runner = core.device.runner  # type: ignore[attr-defined]
+    runner.adapters = lab.bank
+    if "logit processor" in on:
+        runner.table.custom = CustomProcessors(len(runner.table.log), runner.table.device, REGISTRY, VOCAB)
+    core.device = lead(core.device)
+    return core
+
+
+class MatrixRun:
+    """`features`: names of `stretto.matrix.FEATURES` that are on. `lead`: as `engine_of`."""
+
+    def __init__(self, lab: Lab, features: frozenset[str], lead: Lead = lambda half: half):
+        self.lab, self.on, self.page, self.drafter = lab, features, page_size(features), drafter_of(features)
         self.session = next((name.split()[-1] for name in features if name.startswith("session")), None)
         dtype = next(name for name in TOLERANCE if name in features)
         self.lora = "LoRA adapter" if "LoRA adapter" in features else None
@@ -149,46 +193,27 @@ class MatrixRun:
             tolerance = EIGHT_BITS[dtype]
         self.replay, self.beside = (Replay(with_rounded_cells(model) if cells else model, tolerance)
                                     for model in (lab.adapted if self.lora else lab.reference, lab.reference))
-        self.core = self._engine()
+        self.core = engine_of(lab, features, lead)
         self.asked: dict[str, Asked] = {}
         self.histories: dict[str, list[int]] = {}
         self.slid, self.most_pages, self.inherited, self.turns = 0, 0, 0, 0
         self._equip()
         self._watch()
 
-    def _engine(self) -> EngineCore:
-        tokenizer = ByteTokenizer()
-        attention = "triton" if "attention triton" in self.on else "torch"
-        setup = Setup(width=4, page_size=self.page, pool_tokens=16 * max(self.page, 256), chunk=CHUNK, budget=64,
-                      mixed="mixed chunk" in self.on, overlap="overlap" in self.on, slots=13, context=CONTEXT,
-                      prefix_cache="prefix cache" in self.on, attention=attention,
-                      kv_dtype="fp8_e4m3" if "FP8 KV cache" in self.on else None,
-                      host_tokens=16 * max(self.page, 256) if "host memory" in self.on else 0)
-        return make_engine(self.lab.model, self.lab.drafters[self.drafter] if self.drafter else None, self.lab.target,
-                           setup, Grammars(partial(vocabulary, tokenizer, VOCAB, [EOS]), VOCAB), frozenset({EOS}),
-                           partial(IncrementalText.for_request, tokenizer),
-                           check_processor=REGISTRY.check, **self._limits(setup))
-
-    def _limits(self, setup: Setup) -> dict:
-        """What HostLimits has besides."""
-        limits: dict = {"adapters": Adapters(1)} if self.lora else {}
-        if "elastic speculation" in self.on:
-            limits["elastic"] = Elastic(CostModel(COSTS, setup.budget), setup.slots, (0, 2, setup.width), exact=True,
-                                        on_host=self.drafter == "suffix")
-        return limits
-
     def _equip(self) -> None:
-        """What an engine is started with besides: room for adapters, processors of the server's."""
+        """What an engine is started with besides."""
         self.core.host._clock._clock = lambda: 0.0  # costs stay what they were said to be
-        runner = self.core.device.runner  # type: ignore[attr-defined]
-        table = runner.table
         if "logit processor" in self.on:
-            table.custom = CustomProcessors(len(table.log), table.device, REGISTRY, VOCAB)
             self.core.info.logit_processors = sorted(REGISTRY.named)
-        if self.lora and self.lab.bank is not None:
-            runner.adapters = self.lab.bank
+        if self.lora:
             self.core.adapters = AdapterLoader(self.core.host, self.core.device)
             self.core.manage(LoadAdapter(self.lora, str(self.lab.adapter)))
+
+    @property
+    def runner(self) -> Runner:
+        """Of rank 0."""
+        device = self.core.device
+        return (device.own if isinstance(device, RanksDevice) else device).runner  # type: ignore[attr-defined]
 
     def _watch(self) -> None:
         slide: Callable = self.core.host.ledger.slide
@@ -398,7 +423,7 @@ EVIDENCE: dict[str, Callable[[MatrixRun], object]] = {
     "abort": lambda run: len(run.asked["f2"].ids()) if run.asked["f2"].aborted else 0,
     "prefix cache": lambda run: run.asked["after"].outputs[0][-1].usage.cached_tokens,
     "host memory": lambda run: min(run.counter("host_saved_tokens"), run.counter("host_restored_tokens")),
-    "FP8 KV cache": lambda run: sum(int((pair.k > 0).sum()) for pair in run.core.device.runner.kv.scales if pair),
+    "FP8 KV cache": lambda run: sum(int((pair.k > 0).sum()) for pair in run.runner.kv.scales if pair),
     "window": lambda run: run.slid if {None, WINDOW} <= set(run.core.host.limits.windows) else 0,
     # where prompts are scored, a tag turn feeds all of its prompt again
     "session: tag": lambda run: run.turns if "prompt logprobs" in run.on else run.inherited,
@@ -412,10 +437,11 @@ EVIDENCE: dict[str, Callable[[MatrixRun], object]] = {
     "streaming": MatrixRun.pieces,
     "elastic speculation": lambda run: min(run.counter("elastic_speculating_steps"), run.narrowed()),
     "logit processor": lambda run: run.replay.seen["processed"],
+    "tensor parallelism": lambda run: run.counter("steps") if isinstance(run.core.device, RanksDevice) else 0,
     "LoRA adapter": lambda run: run.counter("steps") if run.tells_adapter_from_model() else 0,
     **{f"page size {size}": MatrixRun.pages for size in (1, 16, 64, 256)},
     **{f"drafter {name}": lambda run: run.usages("drafted_tokens") for name in DRAFTERS},
-    "attention torch": lambda run: type(run.core.device.runner.backend).__name__ == "TorchRagged",
-    "attention triton": lambda run: type(run.core.device.runner.backend).__name__ == "TritonRagged",
-    **{name: lambda run, name=name: run.core.device.runner.model.dtype == getattr(torch, name) for name in TOLERANCE},
+    "attention torch": lambda run: type(run.runner.backend).__name__ == "TorchRagged",
+    "attention triton": lambda run: type(run.runner.backend).__name__ == "TritonRagged",
+    **{name: lambda run, name=name: run.runner.model.dtype == getattr(torch, name) for name in TOLERANCE},
 }
