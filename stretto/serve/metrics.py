@@ -45,6 +45,7 @@ COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "elastic_plain_seconds": ((), "What the same tokens would have taken without drafts, by the cost model"),
     "elastic_regret_seconds": ((), "Seconds of steps that drafts made longer than they were worth"),
     "elastic_probes": ((), "Steps that verified drafts only to see whether they have become worth it"),
+    "elastic_absent_drafts": ((), "Drafts that rows might have verified, and for which steps had no room made"),
 }
 GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "running": (("vllm:num_requests_running",), "Choices in the batch"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stretto.device.graphs import tokens_bucket
 from stretto.host.acceptance import Acceptance
 from stretto.host.cost import CostModel, StepClock, StepWork, non_negative_least_squares
-from stretto.host.elastic import LEAST_CHUNK, Demand, Elastic
+from stretto.host.elastic import LEAST_CHUNK, PREPARING, Demand, Elastic, Sizes
 from stretto.wire import RowResult, StepResult
 from tests.host.elastic_world import (
     CHUNK,
@@ -78,6 +78,49 @@ def test_a_drafter_that_finds_nothing_costs_nothing_to_speak_of():
     for exact in (False, True):
         point = Point("", 64, 1000, always(0.9), offers=0.0)
         assert play(point, elastic(exact), 400) >= 0.98 * play(point, Fixed(0), 400)
+
+
+def test_steps_have_room_for_what_is_likely_to_be_offered():
+    """A drafter that finds something for one row in four: rows that find nothing are no reason to verify nothing."""
+    point = Point("", 64, 1000, always(0.9), offers=0.25)
+    policy = elastic()
+    gained = play(point, policy, 400, skip=150)
+    assert gained >= 1.15 * max(play(point, Fixed(width), 400, skip=150) for width in (0, 1, 3, 5, 7))
+    assert policy.counters.absent_drafts > 100
+
+
+def test_few_sizes_of_steps_serve():
+    """Each is a graph to capture: where acceptance differs from row to row, the best size differs from step to step."""
+    for preparing, most in ((0.0, 40), (PREPARING, 12)):
+        policy = elastic()
+        policy._sizes = Sizes(policy.cost, WIDTH, preparing)
+        play(Point("", 128, 1000, mixed), policy, 400)
+        prepared = sum(int(sizes.sum()) for sizes in policy._sizes._prepared.values())
+        assert 3 <= prepared <= most, preparing
+
+
+def test_a_new_size_runs_once_it_has_promised_what_preparing_it_costs():
+    cost = CostModel(profile(), MOST_TOKENS, tokens_bucket)
+    sizes, work, tokens = Sizes(cost, WIDTH, 0.05), StepWork(32, 32, 32_000), np.asarray([32, 64, 256])
+    value = np.asarray([0.0, 0.02, 0.01])
+    assert [sizes.best(work, tokens, value) for _ in range(6)] == [2, 2, 2, 2, 1, 2]  # the fifth prepares it
+    sizes.ran(work._replace(tokens=64))
+    assert sizes.best(work, tokens, value) == 1
+    assert Sizes(cost, WIDTH, 0.0).best(work, tokens, value) == 1
+
+
+def test_the_price_of_a_draft_rises_with_the_load_and_requests_that_name_their_number_get_it():
+    policy = Elastic(CostModel(profile(), MOST_TOKENS, tokens_bucket), 257, (0, WIDTH), exact=False, confident=True)
+    asked = {}
+    for rows in (1, 64, 256):
+        for fixed in (False, True):
+            demand = Demand(np.arange(1, rows + 1), np.full(rows, WIDTH), np.full(rows, fixed), rows * 300)
+            for seq in range(3):
+                choice = policy.choose(demand)
+                policy.launched(seq, choice, dict.fromkeys(range(1, rows + 1), 1), rows, WIDTH)
+            asked[rows, fixed] = choice.least
+    assert asked[1, False] <= 0.05 < asked[64, False] < asked[256, False] <= 0.9
+    assert not any(least for (_, fixed), least in asked.items() if fixed)
 
 
 def test_saturation_turns_proposals_off_and_relief_turns_them_on():
@@ -169,6 +212,19 @@ def test_acceptance_follows_what_was_verified():
     note(acceptance, 2, 3, 0, 0, times=20)  # nothing was offered
     assert acceptance.survival(np.asarray([2]))[0, 0] < 0.05
     assert acceptance.survival(np.asarray([1]))[0, 0] > 0.9
+
+
+@pytest.mark.parametrize("rates, differ", [((0.6,), False), ((0.2, 0.9), True)])
+def test_how_much_a_row_says_of_itself_depends_on_how_different_rows_are(rates: tuple[float, ...], differ: bool):
+    rng, slots = np.random.default_rng(0), np.arange(1, 65)
+    acceptance, truth = Acceptance(65, 1), np.resize(rates, 64)
+    for _ in range(150):
+        acceptance.step(slots)
+        right = (rng.random(64) < truth).astype(np.int64)
+        acceptance.note(slots, np.ones(64, np.int64), np.ones(64, np.int64), right)
+    error = np.abs(acceptance.survival(slots)[:, 0] - truth).mean()
+    assert error < (0.08 if differ else 0.03)
+    assert (acceptance._weight < 15) is differ
 
 
 def test_what_was_not_tried_for_long_is_believed_to_be_like_what_was():
