@@ -61,6 +61,7 @@ WIDTH, PAGE, PROMPT = 7, 16, 512
 FIXED = (0, 1, 3, 5, 7)
 GROWTH = 1200  # cells that a row may grow by in a round
 LEAD = 3  # steps of a window that do not count: they verify what the policy before had proposed
+WARM = 60  # steps of elastic in each half of the first round: it gathers which sizes of steps pay
 ARRIVING = 32  # rows for prompts that arrive meanwhile
 TOY = dict(architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=128, num_hidden_layers=2,
            num_attention_heads=4, num_key_value_heads=2, vocab_size=512, max_position_embeddings=16384,
@@ -288,15 +289,15 @@ class Bench:
         turns, names = Turns(policies, self.seqs + 1), list(policies)
         core = self.engine(turns)
         rates: dict[str, list[float]] = {name: [] for name in names}
-        for round_ in range(-1, rounds):
+        for round_ in range(-1, min(rounds, 2) if point.drifts else rounds):
             order = names[round_ % len(names) :] + names[: round_ % len(names)]
             found = {name: [0.0, 0.0] for name in names}
-            for i, name in enumerate(order + order[::-1]):
+            for i, name in enumerate(order if point.drifts else order + order[::-1]):
                 if i == 0 or point.drifts:
                     self.empty(core, turns)
                     self.fill(core, point.rows, max(64, point.context - GROWTH // 4))
                 turns.turn_to(name)
-                window = self.window(core, turns, point, steps)
+                window = self.window(core, turns, point, steps if round_ >= 0 or name != "elastic" else WARM)
                 found[name] = [a + b for a, b in zip(found[name], window)]
             for name, (tokens, seconds) in found.items() if round_ >= 0 else ():
                 rates[name].append(tokens / max(seconds, 1e-9))
@@ -397,8 +398,7 @@ def _told(point: Point, rates: dict[str, list[float]], elastic: Elastic, turns: 
     counters = elastic.counters
     return {"point": point.name, **asdict(point), "rates": medians, "best": best, **_paired(rates, best, "ratio"),
             **_paired(rates, "tokens", "over_rule"), "chosen": counters.chosen, "probes": counters.probes,
-            "left_out": turns.left_out,
-            "luck": round(turns.emitted / turns.tokens, 4),
+            "left_out": turns.left_out, "luck": round(turns.emitted / turns.tokens, 4),
             "predicted_over_measured": round(counters.predicted_seconds / max(counters.measured_seconds, 1e-9), 3)}
 
 
@@ -442,8 +442,8 @@ def run(args: argparse.Namespace, found: list[dict[str, object]]) -> Iterator[di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="such as 64x1024: these rows and contexts; or idle")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=9, help="of each window")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="of each window")
     parser.add_argument("--seconds", type=float, default=420, help="after which no further point is begun")
     parser.add_argument("--most-rows", type=int, default=256)
     parser.add_argument("--shape", default="llama-8b", help="of the model; toy: a tiny one")
