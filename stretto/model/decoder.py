@@ -36,7 +36,9 @@ from stretto.model.layers import (
 )
 from stretto.model.shard import Shard, cut_heads, heads_of, whole
 from stretto.model.weights import Weights
+from stretto.ops.fixed import elementwise
 from stretto.ops.layer import Rope
+from stretto.ops.skinny import Ahead
 from stretto.wire import STATE
 
 
@@ -45,8 +47,9 @@ class Mixer(Protocol):
 
     out: Linear
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend) -> torch.Tensor:
-        """x [T, E], normed first if there is a norm -> [T, inputs of `out`]."""
+    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend,
+                 ahead: Ahead | None = None) -> torch.Tensor:
+        """x [T, E], normed first if there is a norm -> [T, inputs of `out`]. `ahead`: norm(x), begun."""
         ...
 
 
@@ -100,7 +103,7 @@ class Attention:
     def __init__(self, config: ModelConfig, w: Weights, layer: int, index: int, style: Style):
         """`index`: which of the attending layers this one is."""
         name, c = f"model.layers.{layer}.self_attn", config
-        self.index, self.head_dim, self.gated = index, c.head_dim, style.gated
+        self.index, self.head_dim, self.gated, self._fixed = index, c.head_dim, style.gated, w.fixed
         self.n_heads, self.n_kv_heads = rank_heads(c, w.shard)
         heads = (c.n_heads, c.n_kv_heads, c.n_kv_heads)
         if style.gated:
@@ -122,9 +125,10 @@ class Attention:
                             if style.whole_norm else None)
         self.sinks = w.stack_pieces([heads_of(w.shard, f"{name}.sinks", c.n_heads, 1)]) if style.sinks else None
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend) -> torch.Tensor:
-        """x [T, E], normed first if there is a norm -> [T, H * D], the input of `out`."""
-        qkv = self.qkv(x) if norm is None else self.qkv.normed(x, norm)
+    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend,
+                 ahead: Ahead | None = None) -> torch.Tensor:
+        """See `Mixer`."""
+        qkv = self.qkv(x) if norm is None else self.qkv.normed(x, norm, ahead=ahead)
         if self.whole_norms is not None:
             q, k, _ = qkv.split([n * self.head_dim for n in (self.n_heads, self.n_kv_heads, self.n_kv_heads)], dim=1)
             self.whole_norms(q, k)
@@ -135,7 +139,9 @@ class Attention:
         qkv = qkv.view(x.shape[0], -1, self.head_dim)
         attended = attend_heads(attend, self.index, qkv, self.n_heads, rope, self.head_norm, self.sinks)
         attended = attended.reshape(x.shape[0], -1)
-        return attended if gate is None else attended * torch.sigmoid(gate)
+        if gate is None:
+            return attended
+        return attended * (elementwise(torch.sigmoid, gate) if self._fixed else gate.sigmoid())
 
 
 class DecoderLayer:
@@ -159,23 +165,25 @@ class DecoderLayer:
         self.before_attn, self.after_attn = norm(style.norms.before_attention), norm(style.norms.after_attention)
         self.before_mlp, self.after_mlp = norm(style.norms.before_mlp), norm(style.norms.after_mlp)
 
-    def __call__(self, hidden: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
-        """hidden [T, E], updated in place and returned."""
-        attended = self.attn(hidden, self.before_attn, rope, attend)
+    def __call__(self, hidden: torch.Tensor, rope: Rope, attend: Attend, ahead: Ahead | None = None,
+                 following: RMSNorm | None = None) -> Ahead | None:
+        """hidden [T, E], updated in place. `ahead`: the norm before attention, begun. Begins the `following` norm, the
+        first of the next layer, where that saves a launch."""
+        attended, ahead = self.attn(hidden, self.before_attn, rope, attend, ahead), None
+        merged = self.before_mlp if isinstance(self.mlp, GatedMLP) and self.after_mlp is None else None
         if self.after_attn is None:
-            hidden = self.attn.out.add_to(hidden, attended)
+            ahead = self.attn.out.add_and_norm(hidden, attended, merged)
         else:
-            hidden = hidden.add_(self.after_attn(self.attn.out(attended)))
-        if isinstance(self.mlp, GatedMLP) and self.before_mlp is not None and self.after_mlp is None:
-            return self.mlp.add_normed(hidden, self.before_mlp)
+            hidden.add_(self.after_attn(self.attn.out(attended)))
+        if isinstance(self.mlp, GatedMLP) and merged is not None:
+            return self.mlp.add_normed(hidden, merged, ahead, following)
         x = hidden if self.before_mlp is None else self.before_mlp(hidden)
-        if isinstance(self.mlp, ExpertMLP):
-            made = self.mlp(x, getattr(attend, "tokens", None))
-        elif self.after_mlp is None:
-            return self.mlp.add_to(hidden, x)
-        else:
-            made = self.mlp(x)
-        return hidden.add_(made if self.after_mlp is None else self.after_mlp(made))
+        if isinstance(self.mlp, GatedMLP) and self.after_mlp is None:
+            self.mlp.add_to(hidden, x)
+            return None
+        made = self.mlp(x, getattr(attend, "tokens", None)) if isinstance(self.mlp, ExpertMLP) else self.mlp(x)
+        hidden.add_(made if self.after_mlp is None else self.after_mlp(made))
+        return None
 
 
 class Decoder:
@@ -211,8 +219,9 @@ class Decoder:
         local = rope if self.local_rotary is None else self.local_rotary.at(positions)
         if self._embedding_scale is not None:
             hidden = hidden.mul_(self._embedding_scale)
-        for layer, window in zip(self.decoder, self.config.windows, strict=True):
-            hidden = layer(hidden, rope if window is None else local, attend)
+        ahead, followers = None, [layer.before_attn for layer in self.decoder[1:]]
+        for layer, window, following in zip(self.decoder, self.config.windows, [*followers, None], strict=True):
+            ahead = layer(hidden, rope if window is None else local, attend, ahead, following)
             if taps is not None and (name := f"hidden.{layer.index}") in taps:
                 taps[name] = hidden.clone()  # later layers write into `hidden`
         hidden = self.norm(hidden)

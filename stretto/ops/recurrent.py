@@ -20,6 +20,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
+from stretto.ops.fixed import elementwise
 from stretto.ragged import RaggedStep
 
 SHORT = 8  # rows of up to so many tokens are computed token by token, all of them at once
@@ -119,7 +120,7 @@ def causal_conv_reference(x: torch.Tensor, weight: torch.Tensor, memory: PartMem
         if len(tokens):
             last = [input_before(tokens, back) for back in range(width - 2, -1, -1)]
             target[at] = torch.stack(last, 2)
-    return F.silu(made)
+    return elementwise(F.silu, made) if where.fixed else F.silu(made)
 
 
 # ---------------------------------------------------------------------------------------------------- gated delta rule
@@ -147,8 +148,8 @@ def gated_delta_rule_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     long = [] if where.fixed else [row for row, n in enumerate(lengths) if n > SHORT]
     short = [row for row, n in enumerate(lengths) if n and row not in set(long)]
     leave = _leave(memory, where)
-    if short:
-        rows = torch.tensor(short, device=q.device)
+    for together in ([row] for row in short) if where.fixed else [short] if short else []:
+        rows = torch.tensor(together, device=q.device)
         slots, first = where.step.slots[rows].long(), where.first[rows]
         tokens.one_by_one(memory.slots[slots, first], where.step.cu_q[rows].long(), where.step.q_len[rows], leave)
     edges = sorted({*where.kept[0].tolist(), *where.paged[0].tolist()}) if long else []

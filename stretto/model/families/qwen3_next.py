@@ -11,6 +11,8 @@ A layer with a state, x [T, E] (H heads of keys, each with its share of the Hv h
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -21,8 +23,10 @@ from stretto.model.experts import softmax_over_all, softmax_over_chosen
 from stretto.model.families.moe import separate_experts
 from stretto.model.layers import GatedMLP, Linear, RMSNorm
 from stretto.model.weights import Weights
+from stretto.ops.fixed import by_rows
 from stretto.ops.layer import Rope
 from stretto.ops.recurrent import StepStates, causal_conv, gated_delta_rule
+from stretto.ops.skinny import Ahead
 
 
 def qwen3_next(config: ModelConfig, w: Weights, context: int) -> Decoder:
@@ -68,7 +72,7 @@ class GatedDeltaNet:
     def __init__(self, config: ModelConfig, w: Weights, layer: int, index: int):
         """`index`: which of the layers with states this one is."""
         name, s = f"model.layers.{layer}.linear_attn", _Sizes(config)
-        self.index, self.sizes, self.eps = index, s, config.norm_eps
+        self.index, self.sizes, self.eps, self._fixed = index, s, config.norm_eps, w.fixed
         parts = [(f"{name}.in_proj_qkvz", s.channels + s.values), (f"{name}.in_proj_ba", 2 * s.v_heads)]
         self.into = Linear(w, parts, config.hidden_size, order=_row_order(s))
         self.out = Linear(w, [(f"{name}.out_proj", config.hidden_size)], s.values)
@@ -76,20 +80,33 @@ class GatedDeltaNet:
         self.decay, self.bias = w.take(f"{name}.A_log", s.v_heads), w.take(f"{name}.dt_bias", s.v_heads)
         self.norm = w.take(f"{name}.norm.weight", s.v_dim)
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend,
+                 ahead: Ahead | None = None) -> torch.Tensor:
         s, states = self.sizes, getattr(attend, "states", None)
         assert isinstance(states, StepStates), "this model's layers keep states, and the step brings no memory for them"
         conv, delta = states.parts[self.index]
         made = self.into(x) if norm is None else self.into.normed(x, norm)
         qkv, z, b, a = made.split([s.channels, s.values, s.v_heads, s.v_heads], dim=1)
-        mixed = causal_conv(qkv, self.conv[:, 0], conv, states.where)
-        q, k, v = mixed.split([s.keys, s.keys, s.values], dim=1)
-        q, k = (_unit(part.view(-1, s.k_heads, s.k_dim)) for part in (q, k))
-        decay = -self.decay.float().exp() * F.softplus(a.float() + self.bias.float())
-        out = gated_delta_rule(q * s.k_dim**-0.5, k, v.unflatten(1, (s.v_heads, s.v_dim)), decay, b.float().sigmoid(),
-                               delta, states.where)
-        gated = F.rms_norm(out, (s.v_dim,), self.norm.float(), self.eps) * F.silu(z.float().view(out.shape))
-        return gated.view(len(x), -1).to(x.dtype)
+        q, k, v = causal_conv(qkv, self.conv[:, 0], conv, states.where).split([s.keys, s.keys, s.values], dim=1)
+        q, k = (self._rows(_unit, part.unflatten(1, (s.k_heads, s.k_dim))) for part in (q, k))
+        v, z = (part.unflatten(1, (s.v_heads, s.v_dim)) for part in (v, z))
+        out = gated_delta_rule(q * s.k_dim**-0.5, k, v, self._rows(self._decay_of, a), self._rows(_share, b), delta,
+                               states.where)
+        return self._rows(self._gated, out, z).flatten(1).to(x.dtype)
+
+    def _rows(self, fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        """fn of all rows; if rounding may not depend on the batch, of a fixed number of them at a time."""
+        return by_rows(fn, *tensors) if self._fixed else fn(*tensors)
+
+    def _decay_of(self, a: torch.Tensor) -> torch.Tensor:
+        return -self.decay.float().exp() * F.softplus(a.float() + self.bias.float())
+
+    def _gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(out, (self.sizes.v_dim,), self.norm.float(), self.eps) * F.silu(z.float())
+
+
+def _share(x: torch.Tensor) -> torch.Tensor:
+    return x.float().sigmoid()
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +134,8 @@ def _mlp(config: ModelConfig, w: Weights, index: int) -> MLP:
     share = Linear(w, [(f"{name}.shared_expert_gate", 1)], hidden)
 
     def shared(x: torch.Tensor) -> torch.Tensor:
-        return expert(x) * share(x).sigmoid()
+        shares = by_rows(torch.sigmoid, share(x)) if w.fixed else share(x).sigmoid()
+        return expert(x) * shares
 
     route = softmax_over_chosen if config.value("norm_topk_prob") else softmax_over_all
     names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
