@@ -9,14 +9,14 @@ packed, and then runs as two equal rows. So a model's text on a CPU is the same 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from stretto.ops.launch import overlaps, shared_memory
 from stretto.ops.layer import gate, rms_norm
-from stretto.ops.skinny import blocks_for, fits
+from stretto.ops.skinny import MOST_ROWS, Ahead, blocks_for, fits
 
 if TYPE_CHECKING:
     from stretto.ops.triton_skinny import Blocks
@@ -73,17 +73,33 @@ class CudaMatrix(PlainMatrix):
         blocks = self._blocks(x, self._outputs, False) if residual.is_contiguous() else None
         return super().add_to(residual, x) if blocks is None else self._launch(x, blocks, residual, add=True)
 
-    def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float, act: str | None = None) -> torch.Tensor:
-        """self(RMSNorm of x); with `act`, the two halves of that gated: act(first) * second, [T, outputs / 2]."""
+    def add_and_norm(self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float) -> Ahead | None:
+        """As `add_to`; where it saves a launch, begins RMSNorm of the sum for the `normed` of another matrix."""
+        blocks = self._blocks(x, self._outputs, False) if residual.is_contiguous() else None
+        if blocks is None or self._alone(blocks) or residual.dtype is not torch.bfloat16:  # others may overflow
+            self.add_to(residual, x)
+            return None
+        squares = torch.empty(self._outputs // blocks.outputs, MOST_ROWS, dtype=torch.float32, device=x.device)
+        ahead = Ahead(torch.empty_like(residual), squares, eps)
+        self._launch(x, blocks, residual, add=True, after=(norm, ahead))
+        return ahead
+
+    def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float, act: str | None = None,
+               ahead: Ahead | None = None) -> torch.Tensor:
+        """self(RMSNorm of x); with `act`, the two halves of that gated: act(first) * second, [T, outputs / 2]. `ahead`:
+        that norm, begun."""
         gated = act in ("silu", "swish")
         outputs = self._outputs // (1 + gated)
         blocks = self._blocks(x, outputs, gated) if gated or act is None else None
         if blocks is None:
             y = self(rms_norm(x, norm, eps))
             return y if act is None else gate(y, act)
+        out = self._empty(x, outputs)
         if self._alone(blocks):
-            return self._launch(x, blocks, self._empty(x, outputs), norm, eps, gated)
-        return self._launch(rms_norm(x, norm, eps), blocks, self._empty(x, outputs), gated=gated)
+            return self._launch(x, blocks, out, gated=gated, norm=norm, eps=eps)
+        if ahead is not None:
+            return self._launch(ahead.weighted, blocks, out, gated=gated, before=ahead)
+        return self._launch(rms_norm(x, norm, eps), blocks, out, gated=gated)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The float32 sums themselves: rounding them would make ties."""
@@ -112,15 +128,15 @@ class CudaMatrix(PlainMatrix):
 
         return isinstance(blocks, OneRow)
 
-    def _launch(self, x: torch.Tensor, blocks: Blocks, out: torch.Tensor, norm: torch.Tensor | None = None,
-                eps: float = 0.0, gated: bool = False, add: bool = False) -> torch.Tensor:
-        """Only a row alone can be normed. Returns `out`."""
+    def _launch(self, x: torch.Tensor, blocks: Blocks, out: torch.Tensor, gated: bool = False, add: bool = False,
+                **norms: Any) -> torch.Tensor:
+        """`norms` as the launch of that kernel takes them. Returns `out`."""
         from stretto.ops.triton_skinny import launch_few_rows, launch_one_row
 
         if self._alone(blocks):
-            launch_one_row(x, self._weight, out, blocks, self._pdl, norm, eps, self._bias, gated, add)
+            launch_one_row(x, self._weight, out, blocks, self._pdl, bias=self._bias, gated=gated, add=add, **norms)
         else:
-            launch_few_rows(x, self._weight, out, blocks, self._pdl, self._arrivals, norm, eps, self._bias, gated, add)
+            launch_few_rows(x, self._weight, out, blocks, self._pdl, self._arrivals, self._bias, gated, add, **norms)
         return out
 
 

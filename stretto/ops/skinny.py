@@ -6,6 +6,7 @@ Everything is decided by sizes alone, so that equal buckets run equal kernels. T
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,16 @@ MOST_ROWS = 64  # above, the product is no longer bound by reading the weights a
 HEAD = 32768  # outputs from which a matrix is as long as a vocabulary
 MOST_INPUTS = 8192  # of the kernel for one row
 SMALL = 8 << 20  # elements below which a matrix is read in a few microseconds
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A norm that has begun where its input was made. What multiplies by the normed rows multiplies by `weighted`, and
+    its sums by 1 / rms, which follows from `squares`: so that the norm needs no launch of its own."""
+
+    weighted: torch.Tensor  # [m, n], the rows times the norm's weights
+    squares: torch.Tensor  # [tiles of n, MOST_ROWS] float32, parts of the sums of the rows' squares
+    eps: float
 
 
 def blocks_for(rows: int, outputs: int, inputs: int, gated: bool, shared: int) -> Blocks | None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from stretto.ops.launch import overlaps
-from stretto.ops.skinny import blocks_for
+from stretto.ops.skinny import MOST_ROWS, Ahead, blocks_for
 from stretto.ops.triton_skinny import Blocks, OneRow, launch_few_rows, launch_one_row
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,24 +61,28 @@ def test_few_rows(dtype, bias, gated, add, split, m):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(("gated", "split"), [(False, 1), (False, 2), (True, 1)])
 @pytest.mark.parametrize("m", [2, 19])
-def test_few_rows_normed(dtype, gated, m):
-    """Rows of very different size: each is normed by its own."""
-    x = randn(m, 256, dtype=dtype) * torch.logspace(-2, 2, m, device=DEVICE, dtype=dtype)[:, None]
-    w, norm = randn(32 * (1 + gated), 256, dtype=dtype, seed=1) * 0.1, randn(256, dtype=dtype, seed=3)
-    out, arrivals = torch.empty(m, 32, dtype=dtype, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    launch_few_rows(x, w, out, Blocks(16, 64, 2, 2, ahead=64), PDL, arrivals, norm, 1e-5, gated=gated)
-    want = expected(F.rms_norm(x.double(), (256,), norm.double(), 1e-5), w, None, gated, None)
+def test_a_norm_begins_in_one_product_and_ends_in_the_next(dtype, gated, split, m):
+    """Rows of very different size: each is normed by its own. What was added is left as without."""
+    x = randn(m, 128, dtype=dtype)
+    first, second = randn(96, 128, dtype=dtype, seed=1), randn(32 * (1 + gated), 96, dtype=dtype, seed=2) * 0.1
+    start = randn(m, 96, dtype=dtype, seed=3) * torch.logspace(-2, 2, m, device=DEVICE, dtype=dtype)[:, None]
+    norm, bias = randn(96, dtype=dtype, seed=4), randn(len(second), dtype=dtype, seed=5)
+    arrivals = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    residual, plain = start.clone(), start.clone()
+    ahead = Ahead(torch.empty_like(residual), torch.empty(6, MOST_ROWS, device=DEVICE), 1e-5)
+    launch_few_rows(x, first, plain, Blocks(16, 64, 2, 2, split, ahead=64), PDL, arrivals, add=True)
+    launch_few_rows(x, first, residual, Blocks(16, 64, 2, 2, split, ahead=64), PDL, arrivals, add=True,
+                    after=(norm, ahead))
+    assert torch.equal(residual, plain)
+    out = torch.empty(m, 32, dtype=dtype, device=DEVICE)
+    blocks = Blocks(16, 32, 2, 2, 1 if gated else 3, ahead=32)
+    launch_few_rows(ahead.weighted, second, out, blocks, PDL, arrivals, bias, gated, before=ahead)
+    want = expected(F.rms_norm(residual.double(), (96,), norm.double(), 1e-5), second, bias, gated, None)
     for row in range(m):
         close(out[row], want[row], 1.5e-2)  # the interpreter cuts float32 to bfloat16 instead of rounding it
-
-
-def test_a_norm_needs_all_inputs_in_one_program():
-    x, w = randn(2, 128), randn(16, 128)
-    with pytest.raises(ValueError, match="share them among 2"):
-        launch_few_rows(x, w, torch.empty(2, 16, device=DEVICE), Blocks(16, 64, 2, 2, 2, ahead=64), PDL,
-                        torch.zeros(1, dtype=torch.int32, device=DEVICE), norm=x[0])
+    assert not arrivals.any()
 
 
 def test_results_in_float32():
