@@ -1,6 +1,7 @@
 """Answered prompts on disk, and batches of them. Token ids only; a sequence is [prompt | answer].
 
-A batch is made of windows, into which whole sequences are packed, so that all batches have one shape:
+A batch is made of windows, into which whole sequences are packed, so that batches have few shapes (two: attention of
+short sequences costs less in short windows):
 
     window    | p p p p a a a a a a | p p a a a a a a a | p p p a a a a . . |     [B, T], the rest is padding
     position    0 1 2 3 4 ...         0 1 2 ...           0 1 2 ...
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-WINDOW = 2048  # ids of a window; longer sequences are cut
+WINDOWS = (512, 2048)  # ids of a window: a sequence goes to the shortest that holds it, or is cut
 VALIDATION = 128  # sequences that are never trained on
 MOST = 16_000_000  # ids that are kept: 6 KB of states each
 
@@ -89,20 +90,27 @@ class Dataset:
         self.answer_ids = self.ids[answered]
         self.anchorable = answered & (places + 1 < self.stop[self.owner])
 
-    def batches(self, tokens: int, anchors: int, seed: int = 0, window: int = WINDOW) -> Iterator[Batch]:
-        """Endlessly: batches of `tokens` positions and `anchors` random anchors, all of one shape."""
+    def batches(self, tokens: int, anchors: int, seed: int = 0, windows: Sequence[int] = WINDOWS) -> Iterator[Batch]:
+        """Endlessly: batches of `tokens` positions and `anchors` random anchors, of one shape for each window."""
         host, device = torch.Generator().manual_seed(seed), torch.Generator(self.device).manual_seed(seed)
-        count = max(1, tokens // window)
         while True:
-            windows = self._windows(window, host)
-            for chosen in windows[torch.randperm(len(windows), generator=host)].split(count):
-                if len(chosen) == count:
-                    yield self.batch(chosen.to(self.device), anchors // count, device)
+            made, least = [], 0
+            for window in windows:
+                most = window if window < windows[-1] else None
+                packed = self._packed(window, least, most, host)
+                made += [part for part in packed.split(max(1, tokens // window)) if len(part) == tokens // window]
+                least = window + 1
+            if not made:
+                raise ValueError(f"the answers do not fill a batch of {tokens} ids: there are too few, or make it smaller")
+            for i in torch.randperm(len(made), generator=host).tolist():
+                yield self.batch(made[i].to(self.device), anchors // len(made[i]), device)
 
-    def _windows(self, window: int, generator: torch.Generator) -> torch.Tensor:
-        """All sequences to train on, in random order, each in the first window that has room after the one before:
-        places in the packed data, -1 for padding, [W, window] int32."""
-        order = self.train[torch.randperm(len(self.train), generator=generator)]
+    def _packed(self, window: int, least: int, most: int | None, generator: torch.Generator) -> torch.Tensor:
+        """The sequences to train on of least .. most ids, in random order, each in the first window that has room after
+        the one before: places in the packed data, -1 for padding, [W, window] int32."""
+        lengths = self.lengths[self.train]
+        fits = self.train[(lengths >= least) & (lengths <= (most or int(lengths.max())))]
+        order = fits[torch.randperm(len(fits), generator=generator)]
         starts = (self.lengths.cumsum(0) - self.lengths)[order].tolist()
         full, free = [], window + 1
         for start, length in zip(starts, self.lengths[order].clamp(max=window).tolist(), strict=True):
@@ -111,7 +119,7 @@ class Dataset:
                 free = 0
             full[-1][free : free + length] = np.arange(start, start + length)
             free += length
-        return torch.from_numpy(np.stack(full))
+        return torch.from_numpy(np.stack(full)) if full else torch.empty(0, window, dtype=torch.int32)
 
     def groups(self, ordered: torch.Tensor, tokens: int) -> Iterator[torch.Tensor]:
         """Sequences in order of length, in groups of about `tokens` positions."""

@@ -10,6 +10,7 @@ would take ten times as long as their work.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -19,14 +20,14 @@ import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from training.answers import VALIDATION, WINDOW, Batch, Dataset
+from training.answers import VALIDATION, WINDOWS, Batch, Dataset
 from training.export import round_weights
 from training.heads import Head, Seen, logits_of
 from training.optim import optimizers_of
 from training.target import Memory, Teacher
 
 WARM_UP = 50  # steps until the learning rate is reached
-BEFORE_CAPTURE = 3  # steps that are run as they are
+BEFORE_CAPTURE = 3  # steps of each shape that are run as they are
 GLANCE = 16  # answers whose acceptance is simulated during training
 
 
@@ -43,7 +44,7 @@ class Options:
     decay: float = 0.8
     hard: float = 0.5
     seed: int = 0
-    window: int = WINDOW
+    windows: tuple[int, ...] = WINDOWS
 
 
 class SparseCrossEntropy(torch.autograd.Function):
@@ -117,31 +118,34 @@ class Trainer:
         self.optimizers = optimizers_of(head, options.rate)
         self.parameters = [p for optimizer in self.optimizers for group in optimizer.param_groups
                            for p in group["params"]]
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._done = 0
+        self._done: Counter[torch.Size] = Counter()  # steps, by the shape of their inputs
+        self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # and the loss of each
 
     def step(self, inputs: Inputs, rate: float) -> torch.Tensor:
-        """One step at this share of the learning rate. On CUDA `inputs` must lie in the same memory every time. Returns
-        the loss before it."""
+        """One step at this share of the learning rate. On CUDA inputs of one shape must lie in the same memory every
+        time. Returns the loss before it."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"].fill_(group["initial_lr"] * rate)
-        self._done += 1
+        shape = inputs.seen.embedded.shape
+        self._done[shape] += 1
         if self.device.type != "cuda":
             return self._one(inputs)
-        if self._done <= BEFORE_CAPTURE:
+        if self._done[shape] <= BEFORE_CAPTURE:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 loss = self._one(inputs)
             torch.cuda.current_stream().wait_stream(side)
             return loss
-        if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._loss = self._one(inputs)
-        self._graph.replay()
-        return self._loss
+        if shape not in self._graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                loss = self._one(inputs)
+            self._graphs[shape] = graph, loss
+        graph, loss = self._graphs[shape]
+        graph.replay()
+        return loss
 
     def _one(self, inputs: Inputs) -> torch.Tensor:
         for optimizer in self.optimizers:
@@ -203,22 +207,21 @@ class Race:
 
     def run(self) -> int:
         """Returns the number of steps of each head."""
-        options, steps, said, kept = self.options, 0, 0.0, None
+        options, steps, said, kept = self.options, 0, 0.0, dict[torch.Size, Inputs]()
         began = time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, refresh_per_second=1) as progress:
             task = progress.add_task("training", total=1.0)
-            for batch in self.data.batches(options.tokens, options.anchors, options.seed, options.window):
+            for batch in self.data.batches(options.tokens, options.anchors, options.seed, options.windows):
                 share = (time.monotonic() - began) / (60 * options.minutes)
                 if share >= 1 and steps:
                     break
                 fresh = inputs_of(batch, self.data, self.teacher, self.memory)
-                if kept is None:
-                    kept = fresh
-                else:
-                    kept.fill(fresh)
+                inputs = kept.setdefault(fresh.seen.embedded.shape, fresh)
+                if inputs is not fresh:
+                    inputs.fill(fresh)
                 rate = min(1, (steps + 1) / WARM_UP) * max(1 - share, 0.01)
-                losses = {name: trainer.step(kept, rate) for name, trainer in self.trainers.items()}
+                losses = {name: trainer.step(inputs, rate) for name, trainer in self.trainers.items()}
                 steps += 1
                 if share - said > 0.2 or steps in (1, 2 * WARM_UP):
                     said = share

@@ -97,7 +97,7 @@ def test_training_learns(kind: str, teacher: Teacher, tmp_path: Path):
     data = Dataset([tmp_path / "answers.npz"], 5, CPU)
     assert len(data.validation) == 3 and not set(data.validation.tolist()) & set(data.train.tolist())
     trainer, memory = Trainer(head, 5, teacher, Options(rate=0.03)), teacher.remember(data)
-    batches = data.batches(400, 64, window=200)
+    batches = data.batches(400, 64, windows=(200,))
     losses = [trainer.step(inputs_of(next(batches), data, teacher, memory), 1.0).item() for _ in range(40)]
     assert min(losses[-5:]) < 0.6 * losses[0]
 
@@ -125,7 +125,7 @@ def test_labels_are_the_ids_after_the_anchor(tmp_path: Path):
         answers.add(Answered(list(range(100, 104 + i)), list(range(200, 212)), greedy=i % 2 == 0))
     answers.save(tmp_path / "answers.npz")
     data = Dataset([tmp_path / "answers.npz"], 3, CPU)
-    batch = next(data.batches(128, 40, window=64))
+    batch = next(data.batches(128, 40, windows=(64,)))
     ids = data.ids[batch.rows]
     assert bool(batch.valid[..., 0].any())
     for b in range(len(ids)):
@@ -149,7 +149,7 @@ def test_sequences_of_one_window_do_not_see_each_other(kind: str, teacher: Teach
     answers.save(tmp_path / "answers.npz")
     data, head = Dataset([tmp_path / "answers.npz"], 5, CPU), make_head(kind, teacher)
     memory = teacher.remember(data)
-    batch = next(data.batches(128, 48, window=128))
+    batch = next(data.batches(128, 48, windows=(128,)))
     packed = head.drafts(inputs_of(batch, data, teacher, memory).seen)[0]
     assert int(batch.owner.unique().numel()) > 3
     checked = 0
