@@ -14,8 +14,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import count
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -27,43 +28,76 @@ from stretto.text.masks import is_dead_end
 COMPILE_THREADS = 2
 COMPILE_SECONDS = 20.0  # from submission on
 CACHED = 256  # compiled grammars
+SLOW_STEPS = 4  # with slow masks, after which another automaton is worth its memory
+
+
+class Compiled:
+    """A grammar, and its automata: one, or more where masks are slow and rows are many (`Grammars.spread`). Copies of a
+    matcher have one automaton in common, which is slower to use at once than one after another."""
+
+    def __init__(self, grammar: Grammar, first: Future[LLMatcher]):
+        self.grammar, self.first = grammar, first
+        self.more: list[LLMatcher] = []
+        self.coming: Future[LLMatcher] | None = None
+        self.slow = 0  # how often its masks took too long since the last one came
+        self._turns = count()
+
+    def next(self) -> LLMatcher:
+        """Each of them in turn; the first one must be ready."""
+        all_of_them = [self.first.result(timeout=0), *self.more]
+        return all_of_them[next(self._turns) % len(all_of_them)]
 
 
 class GrammarState:
     """A turn's place in its grammar: the ids of the turn that were delivered, and the drafts offered after them."""
 
-    def __init__(self, waiting: Future[LLMatcher]):
-        self._compiled, self._deadline = waiting, time.monotonic() + COMPILE_SECONDS
+    def __init__(self, grammar: Compiled):
+        self.grammar, self._deadline = grammar, time.monotonic() + COMPILE_SECONDS
         self._matcher: LLMatcher | None = None
+        self._automaton: LLMatcher | None = None  # that its matcher is a copy of
+        self._taken: list[int] = []
         self._forced: list[int] | None = None  # until the next id is taken
         self.offered: tuple[int, list[int]] = (-1, [])  # epoch, ids: as the device last reported them
 
     def another(self) -> GrammarState:
         """For another choice of the same request: at the grammar's beginning."""
-        return GrammarState(self._compiled)
+        return GrammarState(self.grammar)
 
     @property
     def ready(self) -> bool:
-        return self._compiled.done() and self._compiled.exception() is None
+        return self.compiled.done() and self.compiled.exception() is None
 
     @property
     def fault(self) -> str | None:
         """Why it will not become ready."""
-        if not self._compiled.done():
+        if not self.compiled.done():
             late = time.monotonic() > self._deadline
             return f"the grammar was not compiled within {COMPILE_SECONDS:g} s: simplify it" if late else None
-        error = self._compiled.exception()
+        error = self.compiled.exception()
         return None if error is None else f"the grammar cannot be used: {error}"
 
     @property
     def compiled(self) -> Future[LLMatcher]:
-        return self._compiled
+        return self.grammar.first
 
     @property
     def matcher(self) -> LLMatcher:
         if self._matcher is None:
-            self._matcher = self._compiled.result(timeout=0).deep_copy()
+            self._automaton = self.grammar.next()
+            self._matcher = self._automaton.deep_copy()
         return self._matcher
+
+    @property
+    def automaton(self) -> Hashable:
+        """Equal for turns whose masks cannot be made at once."""
+        return id(self._automaton)
+
+    def move(self, automaton: LLMatcher) -> None:
+        """On to another automaton of the same grammar, to the same place."""
+        there = automaton.deep_copy()
+        if there.try_consume_tokens(self._taken) == len(self._taken) and not there.is_error() \
+                and there.compute_bitmask() == self.matcher.compute_bitmask():
+            self._automaton, self._matcher = automaton, there
 
     def take(self, ids: Sequence[int]) -> int | None:
         """Advances by emitted ids. Returns how many belong to the answer where the grammar ended, else None.
@@ -71,6 +105,7 @@ class GrammarState:
         Raises GrammarError where the grammar has led into a dead end or past llguidance's limits, and HostFault where
         an id was sampled that the mask of its position excluded."""
         self._forced = None
+        self._taken += ids
         for i, token in enumerate(ids):
             if self.matcher.try_consume_tokens([token]) != 1:
                 raise self._refusal(token)
@@ -104,20 +139,39 @@ class Grammars:
         self._built: LLTokenizer | None = None
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._cache: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
 
     def state(self, grammar: Grammar) -> GrammarState:
         """Starts to compile, if need be. Raises GrammarError for what is wrong at first sight."""
-        waiting = self._cache.get(grammar)
-        if waiting is None or (waiting.done() and waiting.exception() is not None):
+        known = self._cache.get(grammar)
+        if known is None or (known.first.done() and known.first.exception() is not None):
             definition(grammar)
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
-            self._cache[grammar] = waiting = self._pool.submit(self._compile, grammar)
+            self._cache[grammar] = known = Compiled(grammar, self._submit(grammar))
             if len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(grammar)
-        return GrammarState(waiting)
+        return GrammarState(known)
+
+    def _submit(self, grammar: Grammar) -> Future[LLMatcher]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
+        return self._pool.submit(self._compile, grammar)
+
+    def spread(self, states: Sequence[GrammarState], most: int) -> None:
+        """The masks of these turns, which have one automaton, took too long together. Where that happens again and
+        again, another one is compiled, of `most` in all, and every second turn moves there: until they are few enough
+        on each."""
+        grammar = states[0].grammar
+        grammar.slow += 1
+        if grammar.coming is None:
+            if grammar.slow >= SLOW_STEPS and len(grammar.more) + 1 < most:
+                grammar.coming = self._submit(grammar.grammar)
+        elif grammar.coming.done():
+            coming, grammar.coming, grammar.slow = grammar.coming, None, 0
+            if coming.exception() is None:
+                grammar.more.append(coming.result())
+                for state in states[1::2]:
+                    state.move(grammar.more[-1])
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         with self._lock:

@@ -158,17 +158,26 @@ class HostHalf:
                     asks.append(self._mask_ask(i, turn, self._drafts(turn, plan)[: cap - pending]))
         self.counters.masked_positions += sum(1 + len(ask.drafts) for ask in asks)
         mask, stuck = self._masks.make(plan.seq, len(plan.rows), asks)
+        self._spread(plan)
         for i in stuck:
             turn = self.slots.owner(*plan.rows[i][:2])
             assert turn is not None and turn.grammar is not None
             self._unsent += self.results.fail(turn, str(turn.grammar.error() or "the grammar cannot go on"))
         return mask
 
+    def _spread(self, plan: StepPlan) -> None:
+        """Turns whose masks wait for each other get more automata."""
+        for rows in self._masks.slow:
+            turns = [self.slots.owner(*plan.rows[row][:2]) for row in rows]
+            states = [turn.grammar for turn in turns if turn is not None and turn.grammar is not None]
+            if self._grammars is not None:
+                self._grammars.spread(states, self._masks.threads)
+
     def _mask_ask(self, row: int, turn: Turn, drafts: list[int]) -> MaskAsk:
         least = turn.job.prompt + turn.job.request.sampling.min_tokens
         assert turn.grammar is not None
         return MaskAsk(row, turn.grammar.matcher, drafts, max(0, least - len(turn.tokens)),
-                       (*turn.job.stop_ids, *self.limits.eos_token_ids))
+                       (*turn.job.stop_ids, *self.limits.eos_token_ids), turn.grammar.automaton)
 
     @staticmethod
     def _drafts(turn: Turn, plan: StepPlan) -> list[int]:
@@ -200,6 +209,7 @@ class HostHalf:
             wait_for([turn.grammar for turn in self._intake.compiling if turn.grammar is not None], seconds)
 
     def close(self) -> None:
+        self._masks.close()
         if self._grammars is not None:
             self._grammars.close()
 

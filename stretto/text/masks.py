@@ -1,24 +1,32 @@
 """Token masks from the states of grammars: which ids may follow at each position of a window.
 
-No torch in this module.
+A mask takes 15 us where its grammar's automaton has been in the place before, so the masks of 64 rows are made faster
+than threads could be told of them. Some take a millisecond (long runs of any letters: most of the vocabulary has to be
+walked), and those are shared out. Copies of a matcher have one automaton, which one thread at a time may use: masks of
+one grammar can only be made one after another (and threads that wait for each other cost more than they bring).
+
+    rows, by automaton   | a a a a a a b b b c |
+    this thread          | a a a a |                  until PATIENCE has passed
+    then                           | a a | b b b | c |       one thread for each automaton that is left
+
+`slow` tells of whom there should be more (host/grammar.py). No torch in this module.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import (
-    fill_next_token_bitmask,
-    fill_next_token_bitmask_par,
-    fill_next_token_bitmask_par_with_draft_tokens,
-)
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par_with_draft_tokens
 
 from stretto.wire import LateMask
 
+PATIENCE = 1e-3  # seconds after which masks are shared out; well below a step of a large model
 
 @dataclass(frozen=True)
 class MaskAsk:
@@ -29,15 +37,19 @@ class MaskAsk:
     drafts: list[int]
     withheld: int = 0  # at so many first positions no stop id, while there is another choice (min_tokens)
     stop_ids: Sequence[int] = ()
+    automaton: Hashable = None  # rows with the same one cannot be made at once
 
 
 class MaskMaker:
-    """Fills masks for one vocabulary, on several threads where there is more than one row."""
+    """Fills masks for one vocabulary. `slow`: rows of the last `make` that had to wait for each other for longer than
+    PATIENCE, of each automaton."""
 
     def __init__(self, vocab_size: int, threads: int | None = None):
         self._words = -(-vocab_size // 32)
-        self._threads = threads or max(1, min(16, (os.cpu_count() or 1) - 1))
-        self._executor: LLExecutor | None = None
+        self.threads = threads or max(1, min(16, (os.cpu_count() or 1) - 1))
+        self._pool: ThreadPoolExecutor | None = None
+        self._alone: LLExecutor | None = None  # asked for one row at a time, which it makes on the thread that asks
+        self.slow: list[list[int]] = []
 
     def make(self, seq: int, n_rows: int, asks: Sequence[MaskAsk]) -> tuple[LateMask, list[int]]:
         """The mask of a plan with so many rows, and the rows that nothing may follow."""
@@ -54,17 +66,47 @@ class MaskMaker:
         return LateMask(seq, index, bits), stuck
 
     def _fill(self, asks: Sequence[MaskAsk], starts: Sequence[int], bits: np.ndarray) -> None:
-        if len(asks) == 1 and not asks[0].drafts:  # nothing to share out
-            fill_next_token_bitmask(asks[0].matcher, bits)
-        elif asks:
-            if self._executor is None:
-                self._executor = LLExecutor(self._threads)
-            plain = [(ask.matcher, start) for ask, start in zip(asks, starts) if not ask.drafts]
-            drafted = [(ask.matcher, start, ask.drafts) for ask, start in zip(asks, starts) if ask.drafts]
-            if plain:
-                fill_next_token_bitmask_par(self._executor, plain, bits)
-            if drafted:
-                fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, bits)
+        self.slow, began = [], time.perf_counter()
+        if self._alone is None and any(ask.drafts for ask in asks):
+            self._alone = LLExecutor(1)
+        for i, (ask, start) in enumerate(zip(asks, starts)):
+            if time.perf_counter() - began > PATIENCE:
+                return self._share_out(list(zip(asks, starts))[i:], bits)
+            self._fill_row(ask, start, bits)
+
+    def _share_out(self, rest: Sequence[tuple[MaskAsk, int]], bits: np.ndarray) -> None:
+        """One automaton, one thread."""
+        parts: dict[Hashable, list[tuple[MaskAsk, int]]] = {}
+        for ask, start in rest:
+            parts.setdefault(ask.automaton, []).append((ask, start))
+        longest = sorted(parts.values(), key=len, reverse=True)
+        if len(longest) > 1 and self.threads > 1:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.threads, "mask")
+            seconds = list(self._pool.map(lambda part: self._fill_part(part, bits), longest))
+        else:
+            seconds = [self._fill_part(part, bits) for part in longest]
+        self.slow = [[ask.row for ask, _ in part] for part, took in zip(longest, seconds)
+                     if took > PATIENCE and len(part) > 1]
+
+    def _fill_part(self, part: Sequence[tuple[MaskAsk, int]], bits: np.ndarray) -> float:
+        """How long it took."""
+        began = time.perf_counter()
+        for ask, start in part:
+            self._fill_row(ask, start, bits)
+        return time.perf_counter() - began
+
+    def _fill_row(self, ask: MaskAsk, start: int, bits: np.ndarray) -> None:
+        """The interpreter's lock is not held meanwhile."""
+        if ask.drafts:
+            assert self._alone is not None
+            fill_next_token_bitmask_par_with_draft_tokens(self._alone, [(ask.matcher, start, ask.drafts)], bits)
+        else:
+            fill_next_token_bitmask(ask.matcher, bits, start)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
 def _withhold(bits: np.ndarray, ids: Sequence[int]) -> None:

@@ -1,0 +1,123 @@
+"""Masks that take long are shared out, and nobody's mask changes by it."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from stretto.host import grammar as grammar_module
+from stretto.host.grammar import Grammars, GrammarState
+from stretto.params import Grammar
+from stretto.text import masks as masks_module
+from stretto.text.grammar import vocabulary
+from stretto.text.masks import MaskAsk, MaskMaker
+from tests.host.fake_device import EOS, VOCAB
+from tests.host.harness import Characters, Harness, make_world
+from tests.host.test_mutants import GRAMMAR, TIGHT
+
+WORDS, HEX = Grammar("regex", "([A-Z]{1,5}[0-9]){40}"), Grammar("regex", "[0-9A-F]{200}")
+
+
+@pytest.fixture
+def impatient(monkeypatch) -> None:
+    """Every mask takes too long."""
+    monkeypatch.setattr(masks_module, "PATIENCE", -1.0)
+    monkeypatch.setattr(grammar_module, "SLOW_STEPS", 1)
+
+
+@pytest.fixture
+def made():
+    grammars = Grammars(lambda: vocabulary(Characters(), VOCAB, [EOS]), VOCAB)
+    yield grammars
+    grammars.close()
+
+
+def started(grammars: Grammars, grammar: Grammar, n: int) -> list[GrammarState]:
+    states = [grammars.state(grammar) for _ in range(n)]
+    states[0].compiled.result(timeout=30)
+    return states
+
+
+def ask(row: int, state: GrammarState) -> MaskAsk:
+    return MaskAsk(row, state.matcher, [], automaton=state.automaton)
+
+
+def allowed(bits: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+
+
+@pytest.mark.parametrize("most", [1, 3, 16])
+def test_rows_of_one_automaton_come_apart(impatient, made, most: int) -> None:
+    """Until each of them, or `most` of them, have one; the masks are those of a matcher that nobody moved."""
+    states, maker, rng = started(made, WORDS, 8), MaskMaker(VOCAB, threads=4), random.Random(1)
+    still = [state.compiled.result().deep_copy() for state in states]
+    for step in range(40):
+        mask, stuck = maker.make(step, 8, [ask(i, state) for i, state in enumerate(states)])
+        assert not stuck
+        for rows in list(maker.slow):
+            assert len({states[row].automaton for row in rows}) == 1 < len(rows)
+            made.spread([states[row] for row in rows], most)
+        if coming := states[0].grammar.coming:
+            coming.result(timeout=30)
+        for i, (state, other) in enumerate(zip(states, still)):
+            assert mask.bits[i].tobytes() == other.compute_bitmask()[: mask.bits[i].nbytes]
+            token = int(rng.choice(allowed(mask.bits[i])))
+            state.take([token])
+            assert other.try_consume_tokens([token]) == 1
+    assert len({state.automaton for state in states}) == min(most, 8)
+    maker.close()
+
+
+def test_grammars_beside_each_other_have_threads_of_their_own(impatient, made, monkeypatch) -> None:
+    names: dict[str, set[int]] = {}
+    fill = MaskMaker._fill_part
+
+    def noted(self, part, bits):
+        names.setdefault(threading.current_thread().name, set()).update(row.automaton for row, _ in part)
+        return fill(self, part, bits)
+    monkeypatch.setattr(MaskMaker, "_fill_part", noted)
+    states = started(made, WORDS, 3) + started(made, HEX, 3)
+    maker = MaskMaker(VOCAB, threads=2)
+    maker.make(0, 6, [ask(i, state) for i, state in enumerate(states)])
+    assert all(name.startswith("mask") for name in names) and len(set().union(*names.values())) == 2
+    assert sorted(map(sorted, maker.slow)) == [[0, 1, 2], [3, 4, 5]]
+    maker.close()
+
+
+def test_masks_that_are_quick_are_made_where_they_are_asked_for(made, monkeypatch) -> None:
+    monkeypatch.setattr(masks_module, "PATIENCE", 60.0)
+    states, maker = started(made, WORDS, 6), MaskMaker(VOCAB, threads=4)
+    maker.make(0, 6, [ask(i, state) for i, state in enumerate(states)])
+    assert maker.slow == [] and maker._pool is None
+
+
+def test_a_turn_moves_to_the_same_place_or_stays(made) -> None:
+    (state,), (other,) = started(made, WORDS, 1), started(made, HEX, 1)
+    state.take([state_id for state_id in Characters().encode("AB")])
+    before = state.automaton
+    state.move(other.compiled.result())  # it cannot come to the same place
+    assert state.automaton == before and state.matcher.compute_bitmask() != other.matcher.compute_bitmask()
+    state.move(made._compile(WORDS))
+    assert state.automaton != before
+    assert state.take(Characters().encode("C4D")) is None
+
+
+def test_an_automaton_that_cannot_be_made_changes_nothing(impatient, made, monkeypatch) -> None:
+    states = started(made, WORDS, 4)
+    automata = [(state.matcher, state.automaton)[1] for state in states]
+    monkeypatch.setattr(made, "_compile", lambda grammar: 1 / 0)
+    made.spread(states, 8)
+    assert states[0].grammar.coming is not None
+    states[0].grammar.coming.exception(timeout=30)
+    made.spread(states, 8)
+    assert [state.automaton for state in states] == automata and states[0].grammar.more == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_worlds_where_every_mask_takes_too_long(impatient, seed: int) -> None:
+    """With drafts, late results, choices and retractions."""
+    force = dict(GRAMMAR, drafter="ngram" if seed % 2 else "eagle", eager=False) | (TIGHT if seed > 3 else {})
+    Harness(make_world(random.Random(seed), **force), seed).run(60)
