@@ -177,7 +177,8 @@ class RanksDevice:
                  close_all: Callable[[bool], None], lives: Sequence[Any] = ()):
         """`connections`: to ranks 1, 2, ...; `close_all(failed)` ends their processes. `lives`: what can be waited for
         (`multiprocessing.connection.wait`), and is ready when that rank's process has ended."""
-        self.own, self._shard, self._close_all, self._closing = own, shard, close_all, False
+        self.own, self._shard, self._close_all = own, shard, close_all
+        self._lost, self._closing = 0, False  # the rank that has died
         threading.Thread(target=self._watch, args=(lives,), name="lives of the ranks", daemon=True).start()
         self.fellows = [Fellow(rank, connection) for rank, connection in enumerate(connections, 1)]
         self._moved: dict[int, list[Moved]] = {}  # by plan: of the ranks that have moved its pages
@@ -185,8 +186,12 @@ class RanksDevice:
 
     def _watch(self, lives: Sequence[Any]) -> None:
         """A rank that dies leaves this one's GPU in the middle of a sum, and whoever waits for the GPU with it."""
-        if lives and wait(lives) and not self._closing:
-            logger.error("a rank has died")
+        if not lives:
+            return
+        ended = wait(list(lives))
+        if not self._closing:
+            self._lost = 1 + min(lives.index(life) for life in ended)
+            logger.error("rank %d has died", self._lost)
             self._shard.let_go()
 
     def _tell(self, kind: str, content: Any = None) -> None:
@@ -288,19 +293,27 @@ class RanksDevice:
             self.own.warm_up(shapes, progress)
 
     def between(self, action: Callable[[Runner], None]) -> None:
-        """On every rank; it must be picklable. Raises what it raises on any of them, the others' first."""
+        """On every rank at the same time, so it may hold sums; it must be picklable. Raises what it raises on any of
+        them, the others' first."""
         with self._noting_failure():
             self._tell(BETWEEN, action)
+        mine = _attempt(self.own, action)
+        with self._noting_failure():
             self._await(DONE)
-        errors = [fellow.take(DONE) for fellow in self.fellows]
-        for fellow, error in zip(self.fellows, errors):
-            if error is not None:
+        for fellow in self.fellows:
+            if (error := fellow.take(DONE)) is not None:
                 error.add_note(f"on rank {fellow.rank}")
-                raise error
-        self.own.between(action)
+                mine = error
+        if mine is not None:
+            raise mine
 
     def counts(self) -> dict[str, float]:
         return self.own.counts()
+
+    def check(self) -> None:
+        if self._lost:
+            self._failed = True
+            raise RankDied(f"rank {self._lost} has died")
 
     def close(self) -> None:
         self._closing = True
@@ -312,7 +325,9 @@ class RanksDevice:
                 with suppress(OSError):
                     fellow.connection.send((CLOSE, None))
         self.own.close()
-        if not self._failed:
+        if self._failed:
+            leave_ranks()
+        else:
             self._close_all(False)
 
 

@@ -76,6 +76,10 @@ class DeviceHalf(Protocol):
         graphs."""
         ...
 
+    def check(self) -> None:
+        """Raises what has gone wrong where no step is in flight that would tell. Called now and then."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -202,6 +206,9 @@ class InlineDevice:
     def counts(self) -> dict[str, float]:
         return {}
 
+    def check(self) -> None:
+        """Nothing goes wrong between steps."""
+
     def close(self) -> None:
         self.results.clear()
 
@@ -272,6 +279,9 @@ class ThreadDevice:
 
     def counts(self) -> dict[str, float]:
         return {}
+
+    def check(self) -> None:
+        """Nothing goes wrong between steps."""
 
     def close(self) -> None:
         self.plans.put(None)
@@ -349,6 +359,9 @@ class CudaDevice:
 
     def counts(self) -> dict[str, float]:
         return {"graph_replays": float(self.graphs.replays), "eager_steps": float(self.graphs.eager_steps)}
+
+    def check(self) -> None:
+        """Nothing goes wrong between steps."""
 
     def close(self) -> None:
         self.in_flight.clear()

@@ -85,6 +85,7 @@ class EngineCore:
     def tick(self) -> None:
         """Called now and then, also when idle."""
         self.host.tick()
+        self.device.check()
 
     @property
     def has_work(self) -> bool:

@@ -159,3 +159,31 @@ def test_case_17_07_a_killed_engine_leaves_no_rank(tmp_path: Path):
     parent.kill()
     parent.wait()
     assert not psutil.wait_procs([rank], timeout=15)[1]
+
+
+def test_a_killed_rank_ends_the_engine_also_when_it_is_idle(tmp_path: Path):
+    save_tiny(tmp_path, "llama")
+    with engine(Tiny(tmp_path)) as core:
+        run = Run(core)
+        run.submit("x", PROMPTS[0], greedy(4))
+        run.finish()
+        core.tick()
+        (rank,) = [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+        rank.kill()
+        deadline = time.monotonic() + 20
+        with pytest.raises(RankFailed, match="rank 1 has died"):
+            while time.monotonic() < deadline:
+                core.tick()
+                time.sleep(0.02)
+
+
+def test_a_rank_killed_in_the_middle_of_a_step_ends_the_engine(tmp_path: Path):
+    save_tiny(tmp_path, "llama")
+    with engine(Tiny(tmp_path)) as core:
+        run = Run(core)
+        run.submit("x", PROMPTS[2], greedy(200))
+        run.step(5)
+        (rank,) = [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+        rank.kill()
+        with pytest.raises(RankFailed, match="rank 1 has died"):
+            run.finish()

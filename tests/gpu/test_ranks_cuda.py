@@ -1,32 +1,72 @@
-"""Tensor parallelism on two GPUs: the text of one, through CUDA graphs and NCCL."""
+"""Tensor parallelism on two GPUs: the text of one, through CUDA graphs, symmetric memory and NCCL."""
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from stretto.device.ranks import RankFailed
 from stretto.engine.llm import LLM
 from tests.engine.small import VOCAB, greedy, save_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 PROMPTS = [[5, 9, 2, 7, 1, 30], [8, 8, 1, 8, 8, 1, 8, 8], [60 + i for i in range(40)]]
+LONG = [(7 * i + i // 9) % 250 for i in range(180)]
+
+
+def make(folder: Path, ranks: int, **options) -> LLM:
+    return LLM(str(folder), tensor_parallel_size=ranks, dtype="float32", kv_tokens=2048, max_model_len=256,
+               chunk_size=64, max_num_seqs=4, **options)
 
 
 def answers(folder: Path, ranks: int, **options) -> tuple[list[list[int]], int]:
-    with LLM(str(folder), tensor_parallel_size=ranks, dtype="float32", kv_tokens=4096, max_model_len=200, chunk_size=16,
-             **options) as llm:
-        made = llm.generate(PROMPTS, greedy(24, ignore_eos=True))
+    with make(folder, ranks, **options) as llm:
+        made = llm.generate([*PROMPTS, LONG], greedy(24, ignore_eos=True))
         return [c.token_ids for c in made], sum(c.usage.drafted_tokens for c in made)
 
 
-@pytest.mark.parametrize("options", [{}, {"speculation": "ngram", "speculation_tokens": 3}, {"overlap": False},
-                                     {"enforce_eager": True}], ids=["graphs", "drafts", "no overlap", "eager"])
-def test_two_gpus_give_the_text_of_one(tmp_path: Path, options: dict):
-    save_tiny(tmp_path, "llama")
-    Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
-    one, two = answers(tmp_path, 1, **options), answers(tmp_path, 2, **options)
-    assert one[0] == two[0] and (two[1] > 0) == ("speculation" in options)
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_tiny(folder, "llama")
+    Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(llama: Path) -> list[list[int]]:
+    return answers(llama, 1, enforce_eager=True)[0]
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {}, {"speculation": "ngram", "speculation_tokens": 3},
+                                     {"overlap": False}, {"deterministic": True}, {"kv_host_bytes": 1 << 26}],
+                         ids=["eager", "graphs", "drafts", "no overlap", "deterministic", "host memory"])
+def test_two_gpus_give_the_text_of_one(llama: Path, one: list[list[int]], options: dict):
+    two, drafted = answers(llama, 2, **options)
+    assert two == one and (drafted > 0) == ("speculation" in options)
+
+
+def test_a_killed_rank_ends_the_engine_at_once(llama: Path):
+    """In the middle of a sum, if need be: this rank's GPU is let go."""
+    llm = make(llama, 2)
+    try:
+        llm.generate(PROMPTS, greedy(8, ignore_eos=True))
+        (rank,) = [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+        rank.kill()
+        started = time.monotonic()
+        with pytest.raises(RankFailed, match="rank 1 has died"):
+            llm.generate(PROMPTS, greedy(100, ignore_eos=True))
+        assert time.monotonic() - started < 10
+    finally:
+        started = time.monotonic()
+        with suppress(RankFailed):
+            llm.close()
+        assert time.monotonic() - started < 30
+    assert torch.ones(4, device="cuda").sum().item() == 4, "the GPU is free again"
