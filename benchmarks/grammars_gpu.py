@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,16 +36,19 @@ from stretto.text.grammar import vocabulary
 
 REPEATS, PROMPT, LEAD = 3, 256, 12  # LEAD: steps before those that are timed
 SOURCE_FILES = 1500
-KINDS = [{"type": "string"}, {"type": "integer", "minimum": 0, "maximum": 999}, {"type": "boolean"},
+KINDS: list[dict[str, Any]] = [{"type": "string"}, {"type": "integer", "minimum": 0, "maximum": 999}, {"type": "boolean"},
          {"type": "string", "format": "date-time"}, {"enum": ["red", "green", "blue"]}, {"type": "number"},
          {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"}]
-GRAMMARS: dict[str, Grammar | None] = {
-    "free text": None,
-    "objects of 7 kinds": schema({"type": "array", "minItems": 2000, "items": {
+OWN = 64  # schemas, of which each row has one
+GRAMMARS: dict[str, list[Grammar | None]] = {
+    "free text": [None],
+    "objects of 7 kinds": [schema({"type": "array", "minItems": 2000, "items": {
         "type": "object", "properties": {f"f{i}": kind for i, kind in enumerate(KINDS)},
-        "required": [f"f{i}" for i in range(len(KINDS))], "additionalProperties": False}}),
-    "objects of 10 strings": schema({"type": "array", "minItems": 2000, "items": record(10, {"type": "string"})}),
-    "regex": Grammar("regex", r"([a-z]{1,9}[ .,])*!{2000}"),
+        "required": [f"f{i}" for i in range(len(KINDS))], "additionalProperties": False}})],
+    "objects of 10 strings": [schema({"type": "array", "minItems": 2000, "items": record(10, {"type": "string"})})],
+    "a schema of its own each": [schema({"type": "array", "minItems": 2000, "items": record(
+        3 + n % 7, KINDS[n % len(KINDS)] if n % 2 else {"type": "string", "maxLength": 30 + n})}) for n in range(OWN)],
+    "regex": [Grammar("regex", r"([a-z]{1,9}[ .,])*!{2000}")],
 }
 
 
@@ -89,20 +93,22 @@ def with_grammars(core: EngineCore) -> EngineCore:
     before = time.perf_counter()
     grammars = Grammars(lambda: vocabulary(tokenizer, size, [tokenizer.end]), size)
     core.host = HostHalf(replace(core.host.limits, eos_token_ids=frozenset({tokenizer.end})), None, grammars)
-    for grammar in filter(None, GRAMMARS.values()):
+    all_of_them = [grammar for of in GRAMMARS.values() for grammar in of if grammar is not None]
+    for grammar in all_of_them:
         grammars.state(grammar).compiled.result(timeout=120)
-    print(f"{size:,} ids and {len(GRAMMARS) - 1} grammars in {time.perf_counter() - before:.1f} s", flush=True)
+    print(f"{size:,} ids and {len(all_of_them)} grammars in {time.perf_counter() - before:.1f} s", flush=True)
     return core
 
 
-def times(core: EngineCore, name: str, rows: int, steps: int, serial: list[int]) -> list[float]:
-    """Seconds of each step in which every row decodes."""
+def times(core: EngineCore, name: str, rows: int, steps: int, serial: list[int]) -> tuple[list[float], int]:
+    """Seconds of each step in which every row decodes, and automata that made the masks in the end."""
     generator = torch.Generator().manual_seed(serial[0])
-    for _ in range(rows):
+    grammars = GRAMMARS[name]
+    for i in range(rows):
         serial[0] += 1
         tokens = torch.randint(0, 256, (PROMPT,), generator=generator).tolist()
         sampling = SamplingParams(temperature=0.8, seed=serial[0], max_tokens=LEAD + steps * 8 + 64, ignore_eos=True,
-                                  grammar=GRAMMARS[name])
+                                  grammar=grammars[i % len(grammars)])
         core.submit(Request(rid=str(serial[0]), tokens=tokens, want_text=False, sampling=sampling))
     for _ in range(-(-rows * PROMPT // core.host.limits.budget) + LEAD):
         core.step()
@@ -111,12 +117,14 @@ def times(core: EngineCore, name: str, rows: int, steps: int, serial: list[int])
         before = time.perf_counter()
         core.step()
         found.append(time.perf_counter() - before)
-    assert len(core.host.slots.running) == rows, f"of {rows} rows {len(core.host.slots.running)} still run"
+    turns = core.host.slots.running
+    assert len(turns) == rows, f"of {rows} rows {len(turns)} still run"
+    automata = len({turn.grammar.automaton for turn in turns if turn.grammar is not None})
     for i in range(rows):
         core.abort(str(serial[0] - i))
     while core.has_work:
         core.step()
-    return found
+    return found, automata
 
 
 def measure(core: EngineCore, rows: int, steps: int) -> list[dict]:
@@ -126,7 +134,8 @@ def measure(core: EngineCore, rows: int, steps: int) -> list[dict]:
     for repeat in range(REPEATS + 1):
         for name in GRAMMARS:
             before = core.late_masks, core.late_masks_overlapped, core.mask_seconds
-            found = times(core, name, rows, steps, serial)
+            found, automata = times(core, name, rows, steps, serial)
+            counts[name]["automata"] = automata
             if repeat:  # the first one captures and warms up
                 medians[name].append(statistics.median(found))
                 counts[name]["masks"] += core.late_masks - before[0]
@@ -135,7 +144,7 @@ def measure(core: EngineCore, rows: int, steps: int) -> list[dict]:
     free = min(medians["free text"])
     return [{"answers": name, "rows": rows, "step_ms": 1e3 * min(of), "steps_ms": [1e3 * s for s in of],
              "overhead": min(of) / free - 1, "late_masks": counts[name]["masks"],
-             "overlapped": counts[name]["overlapped"],
+             "overlapped": counts[name]["overlapped"], "automata": counts[name]["automata"],
              "mask_ms": counts[name]["us"] / 1e3 / max(counts[name]["masks"], 1)}
             for name, of in medians.items()]
 
@@ -153,11 +162,11 @@ def main() -> None:
                          drafter=NgramDrafter(args.drafts) if args.drafts else None)
     with_grammars(core)
     found = measure(core, args.rows, args.steps)
-    print("| answers | a step, ms | more than free text | late masks | made while the device ran | of the host, ms |\n"
-          "|---|--:|--:|--:|--:|--:|")
+    print("| answers | a step, ms | more than free text | late masks | made beside the step | each, ms | automata |\n"
+          "|---|--:|--:|--:|--:|--:|--:|")
     for row in found:
         print(f"| {row['answers']} | {row['step_ms']:.2f} | {100 * row['overhead']:.1f} % | {row['late_masks']} |"
-              f" {row['overlapped']} | {row['mask_ms']:.2f} |")
+              f" {row['overlapped']} | {row['mask_ms']:.2f} | {row['automata']} |")
     if args.json:
         args.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "shape": args.shape,
                                          "drafts": args.drafts, "cases": found}, indent=1))
