@@ -36,9 +36,10 @@ from stretto.text.grammar import vocabulary
 
 REPEATS, PROMPT, LEAD = 3, 256, 12  # LEAD: steps before those that are timed
 SOURCE_FILES = 1500
-KINDS: list[dict[str, Any]] = [{"type": "string"}, {"type": "integer", "minimum": 0, "maximum": 999}, {"type": "boolean"},
-         {"type": "string", "format": "date-time"}, {"enum": ["red", "green", "blue"]}, {"type": "number"},
-         {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"}]
+KINDS: list[dict[str, Any]] = [
+    {"type": "string"}, {"type": "integer", "minimum": 0, "maximum": 999}, {"type": "boolean"}, {"type": "number"},
+    {"type": "string", "format": "date-time"}, {"enum": ["red", "green", "blue"]},
+    {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"}]
 OWN = 64  # schemas, of which each row has one
 GRAMMARS: dict[str, list[Grammar | None]] = {
     "free text": [None],
