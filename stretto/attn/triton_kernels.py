@@ -359,6 +359,8 @@ def attend_kernel(q, k_cache, v_cache, k_scales, v_scales, tables, items, counts
             tl.extra.cuda.gdc_wait()
         if KIND == 0:  # the launch of the few tokens relies on this wait
             tl.extra.cuda.gdc_launch_dependents()
+    if KIND == 1:
+        padding = tl.load(cu_q + n_rows)  # here, so that no program ends by waiting for it
     while claim < n:
         _item(record, token, tokens, first_pos, low, high, slot, partial, claim % HEADS_KV, q, k_cache, v_cache,
               k_scales, v_scales, tables, out, partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride,
@@ -373,6 +375,6 @@ def attend_kernel(q, k_cache, v_cache, k_scales, v_scales, tables, items, counts
         record = items + (offset + tl.minimum(claim, n - 1) // HEADS_KV) * WORDS
         token, tokens, first_pos, low, high, slot, partial = _words(record)
     if KIND == 1:
-        _clear_padding(out, tl.load(cu_q + n_rows), n_tokens, G, HEADS_KV, D, BLOCK_D)
+        _clear_padding(out, padding, n_tokens, G, HEADS_KV, D, BLOCK_D)
         if PDL and not FIRST:
             tl.extra.cuda.gdc_wait()

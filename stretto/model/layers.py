@@ -92,8 +92,9 @@ class Linear:
 
     def normed(self, x: torch.Tensor, norm: RMSNorm, act: str | None = None,
                ahead: Ahead | None = None) -> torch.Tensor:
-        """self(norm(x)), on CUDA in fewer launches; with `act`, the gated halves of it, [T, rows / 2]. `ahead`: norm(x),
-        begun by `add_and_norm`."""
+        """self(norm(x)), on CUDA in fewer launches; with `act`, the gated halves of it, [T, rows / 2].
+
+        `ahead`: norm(x), begun by `add_and_norm`."""
         if isinstance(self._matrix, CudaMatrix) and self._alone:
             return self._matrix.normed(x, norm.weight, norm.eps, act, ahead)
         return self(norm(x)) if act is None else self.gated(norm(x), act)

@@ -58,7 +58,7 @@ class PlainMatrix:
 
 
 class CudaMatrix(PlainMatrix):
-    """torch's multiplication for many rows, our own kernels for one row and for few. 16-bit weights, as they are."""
+    """torch's multiplication for many rows, our own kernels for up to 256. 16-bit weights, as they are."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
         super().__init__(weight, bias)
@@ -76,7 +76,7 @@ class CudaMatrix(PlainMatrix):
     def add_and_norm(self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float) -> Ahead | None:
         """As `add_to`; where it saves a launch, begins RMSNorm of the sum for the `normed` of another matrix."""
         blocks = self._blocks(x, self._outputs, False) if residual.is_contiguous() else None
-        if blocks is None or self._alone(blocks) or residual.dtype is not torch.bfloat16:  # others may overflow
+        if blocks is None or not 1 < len(x) <= MOST_ROWS or residual.dtype is not torch.bfloat16:  # others may overflow
             self.add_to(residual, x)
             return None
         squares = torch.empty(self._outputs // blocks.outputs, MOST_ROWS, dtype=torch.float32, device=x.device)
@@ -119,7 +119,9 @@ class CudaMatrix(PlainMatrix):
 
     def _blocks(self, x: torch.Tensor, outputs: int, gated: bool) -> Blocks | None:
         """Of our kernel for so many rows; None where there is none, or torch's product is as fast."""
-        return blocks_for(x.shape[0], outputs, x.shape[1], gated, self._shared) if x.stride(1) == 1 else None
+        if x.stride(1) != 1:
+            return None
+        return blocks_for(x.shape[0], outputs, x.shape[1], gated, self._shared, self._pdl and x.is_contiguous())
 
     @staticmethod
     def _alone(blocks: Blocks) -> bool:
@@ -131,9 +133,12 @@ class CudaMatrix(PlainMatrix):
     def _launch(self, x: torch.Tensor, blocks: Blocks, out: torch.Tensor, gated: bool = False, add: bool = False,
                 **norms: Any) -> torch.Tensor:
         """`norms` as the launch of that kernel takes them. Returns `out`."""
-        from stretto.ops.triton_skinny import launch_few_rows, launch_one_row
+        from stretto.ops.triton_skinny import SomeRows, launch_few_rows, launch_one_row
+        from stretto.ops.triton_some_rows import launch_some_rows
 
-        if self._alone(blocks):
+        if isinstance(blocks, SomeRows):
+            launch_some_rows(x, self._weight, out, blocks, self._pdl, self._arrivals, self._bias, gated, add)
+        elif self._alone(blocks):
             launch_one_row(x, self._weight, out, blocks, self._pdl, bias=self._bias, gated=gated, add=add, **norms)
         else:
             launch_few_rows(x, self._weight, out, blocks, self._pdl, self._arrivals, self._bias, gated, add, **norms)

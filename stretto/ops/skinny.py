@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from stretto.ops.triton_skinny import Blocks, OneRow
+    from stretto.ops.triton_skinny import Blocks, OneRow, SomeRows
 
-MOST_ROWS = 64  # above, the product is no longer bound by reading the weights alone, and cuBLAS is ahead
+MOST_ROWS = 64  # of the kernel for few rows: above, reading the rows again for each tile takes longer than the weights
+SOME_ROWS = 256  # of the kernel whose tiles come by the copy engine: above, cuBLAS is ahead
 HEAD = 32768  # outputs from which a matrix is as long as a vocabulary
 MOST_INPUTS = 8192  # of the kernel for one row
 SMALL = 8 << 20  # elements below which a matrix is read in a few microseconds
@@ -30,11 +31,13 @@ class Ahead:
     eps: float
 
 
-def blocks_for(rows: int, outputs: int, inputs: int, gated: bool, shared: int) -> Blocks | None:
+def blocks_for(rows: int, outputs: int, inputs: int, gated: bool, shared: int, copies: bool = False) -> Blocks | None:
     """The launch for so many rows; None where torch's product is as fast, the sizes do not fit a kernel's blocks, or
-    the blocks do not fit the `shared` bytes of memory that a program may have."""
+    the blocks do not fit the `shared` bytes of memory that a program may have. `copies`: there is a copy engine."""
     if rows == 0:
         return None
+    if rows > MOST_ROWS:
+        return some_rows_blocks(rows, outputs, inputs, gated) if copies else None
     alone = one_row_blocks(outputs, inputs, gated) if rows == 1 else None
     return alone or few_rows_blocks(rows, outputs, inputs, gated, shared)
 
@@ -78,6 +81,22 @@ def few_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool, shared: i
     needed = (wanted.outputs * (1 + gated) + tokens) * wanted.columns * 2 * wanted.stages
     fitting = outputs % wanted.outputs == 0 and inputs % (wanted.columns * wanted.split) == 0
     return wanted if fitting and inputs >= wanted.ahead and needed <= shared else None
+
+
+def some_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool) -> SomeRows | None:
+    """None where torch's product is as fast, or the sizes do not fit the kernel's blocks. Programs share the inputs of
+    a tile so that a device of 132 multiprocessors is about full."""
+    from stretto.ops.triton_skinny import SomeRows
+
+    if rows > SOME_ROWS or outputs * inputs <= SMALL:
+        return None
+    if gated:
+        wanted = SomeRows(64, 64, 3, 8, ahead=64)
+    else:
+        tiles = outputs // 128
+        split = next((s for s in (4, 3, 2) if tiles * s <= 140 and inputs % (64 * s) == 0), 1)
+        wanted = SomeRows(128, 64, 4, 8, split, ahead=64)
+    return wanted if outputs % wanted.outputs == 0 and inputs % (wanted.columns * wanted.split) == 0 else None
 
 
 def fits(weight: torch.Tensor) -> bool:

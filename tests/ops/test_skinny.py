@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from stretto.ops.launch import overlaps
 from stretto.ops.skinny import MOST_ROWS, Ahead, blocks_for
-from stretto.ops.triton_skinny import Blocks, OneRow, launch_few_rows, launch_one_row
+from stretto.ops.triton_skinny import Blocks, OneRow, SomeRows, launch_few_rows, launch_one_row
+from stretto.ops.triton_some_rows import launch_some_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PDL = overlaps(DEVICE)
@@ -85,6 +86,23 @@ def test_a_norm_begins_in_one_product_and_ends_in_the_next(dtype, gated, split, 
     assert not arrivals.any()
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda" and not PDL, reason="needs the copy engine of sm_90")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bias", "gated", "add", "split"), [(0, 0, 0, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 0, 1, 2)])
+@pytest.mark.parametrize("m", [70, 130])
+def test_some_rows(dtype, bias, gated, add, split, m):
+    """Rows that no tile is full of. What lies behind them is not touched."""
+    x, w = randn(m, 256, dtype=dtype), randn(64 * (1 + gated), 256, dtype=dtype, seed=1) * 0.1
+    b = randn(len(w), dtype=dtype, seed=2) if bias else None
+    start = randn(m + 1, 64, dtype=dtype, seed=4)
+    whole, arrivals = start.clone(), torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    for _ in range(1 if add else 2):  # the counters are left as they were found
+        launch_some_rows(x, w, whole[:m], SomeRows(32, 64, 2, 4, split, ahead=64), PDL, arrivals, b, bool(gated),
+                         bool(add))
+    close(whole[:m], expected(x, w, b, gated, start[:m] if add else None))
+    assert torch.equal(whole[m], start[m]) and not arrivals.any()
+
+
 def test_results_in_float32():
     x, w = randn(3, 128, dtype=torch.bfloat16), randn(16, 128, dtype=torch.bfloat16, seed=1)
     out = torch.empty(3, 16, device=DEVICE)
@@ -99,12 +117,13 @@ LAYERS = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), LAYERS)
-@pytest.mark.parametrize("rows", [1, 2, 16, 33, 64])
+@pytest.mark.parametrize("rows", [1, 2, 16, 33, 64, 65, 256])
 def test_chosen_blocks_fit_the_sizes(outputs, inputs, gated, rows):
-    blocks = blocks_for(rows, outputs, inputs, gated, SHARED)
+    blocks = blocks_for(rows, outputs, inputs, gated, SHARED, copies=True)
     if blocks is None:  # torch's product
-        assert inputs % 256 or outputs % 64
+        assert inputs % 256 or outputs % 64 or rows > MOST_ROWS
         return
+    assert isinstance(blocks, SomeRows) == (rows > MOST_ROWS)
     assert rows == 1 or not isinstance(blocks, OneRow)
     assert outputs % blocks.outputs == 0 and inputs % (blocks.columns * blocks.split) == 0
     assert blocks.ahead <= inputs and (not gated or blocks.split == 1)
@@ -113,4 +132,5 @@ def test_chosen_blocks_fit_the_sizes(outputs, inputs, gated, rows):
 def test_rows_above_the_bound_and_small_devices_get_torchs_product():
     assert blocks_for(0, 4096, 4096, False, SHARED) is None
     assert blocks_for(65, 4096, 4096, False, SHARED) is None
+    assert blocks_for(257, 4096, 4096, False, SHARED, copies=True) is None
     assert blocks_for(64, 4096, 4096, False, 99 * 1024) is None
