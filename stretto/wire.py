@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 NULL_PAGE = 0  # never allocated; the padding of a bucket and unmapped table entries point to it
@@ -102,8 +103,8 @@ N_INT, N_REAL = len(Int), len(Real)
 class Seat:
     """A slot gets a new occupant, or a session's next turn: columns overwritten, stop ids and biases replaced.
 
-    `log` is written from position `log_from` on; a fresh seat writes the whole log and clears the page tables. One that
-    is not fresh finds below `log_from` the ids, and in the page tables the pages, that the plans before it left there."""
+    `log` is written from position `log_from` on; a fresh seat writes the whole log and clears the page tables. One
+    that is not fresh finds below `log_from` the ids, and in the page tables the pages, that the plans before it left there."""
 
     slot: int
     fresh: bool
@@ -333,8 +334,7 @@ class Moved:
     restore_seconds: float
 
 
-@dataclass(slots=True)
-class RowResult:
+class RowResult(msgspec.Struct):
     """What one row of a step did. Exact values, valid for the step that produced them."""
 
     slot: int
@@ -346,8 +346,8 @@ class RowResult:
     done: bool
     new: list[int]  # emitted ids
     offered: list[int]  # drafts now in the log after `known`
-    new_scores: list[TokenScore] = field(default_factory=list)  # one per emitted id where log-probabilities are wanted
-    prompt_scores: dict[int, TokenScore] = field(default_factory=dict)  # by position of the scored token
+    new_scores: list[TokenScore] = []  # one per emitted id where log-probabilities are wanted
+    prompt_scores: dict[int, TokenScore] = {}  # by position of the scored token
     pooled: np.ndarray | None = None  # [hidden_size] float32, of a step with rows that embed; means nothing for others
     fault: str = ""  # what a logit processor of this request did wrong; then `new` means nothing
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-
-from stretto.protocol import counted
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -62,24 +60,23 @@ class Counters:
     faults: int = 0  # requests ended by a failed check, of engines that serve on
     broken_books: int = 0  # steps after which the pages did not add up
 
-    drafted_at: list[int] = field(default_factory=list)  # by place in the draft: drafts verified
-    accepted_at: list[int] = field(default_factory=list)
-    accepted_runs: tuple[int, ...] = ()  # item n: in how many rows with drafts n of them were accepted
+    drafts: dict[tuple[int, int], int] = field(default_factory=dict)  # rows with drafts, by (verified, accepted)
 
     def note_drafts(self, verified: int, accepted: int) -> None:
         """Of one row."""
-        grown = [0] * (verified - len(self.drafted_at))
-        self.drafted_at += grown
-        self.accepted_at += grown
-        for place in range(verified):
-            self.drafted_at[place] += 1
-            self.accepted_at[place] += place < accepted
         if verified:
-            self.accepted_runs = counted(self.accepted_runs, accepted)
+            key = verified, accepted
+            self.drafts[key] = self.drafts.get(key, 0) + 1
 
     def as_dict(self) -> dict[str, float]:
-        """By name; the counts of a place in the draft, or of a length, as `drafted_at.0`, `drafted_at.1` and so on."""
-        values = asdict(self)
-        for name in ("drafted_at", "accepted_at", "accepted_runs"):
-            values |= {f"{name}.{place}": count for place, count in enumerate(values.pop(name))}
+        """By name. Of drafts, by place in the draft: `drafted_at.0`, `drafted_at.1` and so on, how many were verified,
+        and `accepted_at`, of them; `accepted_runs.n`: in how many rows with drafts n of them were accepted."""
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "drafts"}
+        widest = max((verified for verified, _ in self.drafts), default=0)
+        longest = max((accepted for _, accepted in self.drafts), default=-1)
+        for place in range(widest):
+            values[f"drafted_at.{place}"] = sum(n for (verified, _), n in self.drafts.items() if verified > place)
+            values[f"accepted_at.{place}"] = sum(n for (_, accepted), n in self.drafts.items() if accepted > place)
+        for run in range(longest + 1):
+            values[f"accepted_runs.{run}"] = sum(n for (_, accepted), n in self.drafts.items() if accepted == run)
         return values

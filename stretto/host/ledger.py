@@ -468,11 +468,19 @@ class Ledger:
         size, swaps = self.page_size, []
         node = lease.nodes[-1] if lease.nodes else lease.root
         for i in range(len(lease.nodes), min(lease.lo, len(tokens)) // size):
-            node = self.tree.child(node, tuple(tokens[i * size : (i + 1) * size]))
-            self.tree.refer(node)
+            key = tuple(tokens[i * size : (i + 1) * size])
+            found = node.children.get(key)
+            if found is None:
+                own = [pages[i] for pages in lease.pages]
+                node = self.tree.grow(node, key, own)
+                for g, page in enumerate(own):
+                    self.leased[g] -= page != NULL_PAGE
+            else:
+                node = found
+                self.tree.refer(node)
+                for g in self._groups:
+                    swaps += self._share_page(lease, node, g, i)
             lease.nodes.append(node)
-            for g in self._groups:
-                swaps += self._share_page(lease, node, g, i)
         return swaps
 
     def _share_page(self, lease: Lease, node: Node, group: int, index: int) -> list[Mapping]:

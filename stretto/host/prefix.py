@@ -123,6 +123,19 @@ class PrefixTree:
                 parent.tails = {**parent.tails, len(key): parent.tails.get(len(key), 0) + 1}
         return found
 
+    def grow(self, parent: Node, key: tuple[int, ...], pages: list[int]) -> Node:
+        """A child of whole pages that nobody has yet, with its page of every group (or NULL_PAGE), each pinned by the
+        lease that brings them and leads through it: `child`, `refer` and `put` at once."""
+        need(key not in parent.children, "a page of tokens is made twice")
+        node = parent.children[key] = Node(key, parent, len(pages), next(self._serials))
+        node.refs, node.pages, held = 1, pages, self.held
+        for group, page in enumerate(pages):
+            if page != NULL_PAGE:
+                node.pins[group] = 1
+                held[group] += 1
+        parent.kids += any(pages)
+        return node
+
     def tokens_of(self, path: Sequence[Node]) -> int:
         """Tokens of a path, which may end with a tail."""
         return (len(path) - 1) * self.page_size + len(path[-1].key) if path else 0  # type: ignore[arg-type]
