@@ -19,6 +19,7 @@ from training.heads import DFlash, DSpark, Eagle3, Shape
 from training.target import Teacher
 
 Tensors, Config = dict[str, torch.Tensor], dict[str, Any]
+OF_IDS = ("lm_head.weight", "markov_head.markov_w2.weight")  # they have a row for each id that can be drafted
 QUANTIZATION = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
                 "ignore": [], "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
                     "num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}}}}
@@ -43,13 +44,31 @@ def round_weights(head: nn.Module) -> None:
 
 @torch.no_grad()
 def load(head: nn.Module, folder: Path) -> None:
-    """Continues from a checkpoint that `save` wrote, of a head of the same shape. Raises ValueError."""
+    """Continues from a checkpoint that `save` wrote, of a head of the same shape; the vocabulary may have grown, and
+    what it gained starts as in a new head. Raises ValueError."""
     stored, own = load_file(folder / "model.safetensors"), head.state_dict()
-    wrong = [name for name, weight in own.items() if name not in stored or stored[name].shape != weight.shape]
+    rows = _rows_of(head, folder)
+    wrong = [name for name, weight in own.items() if name not in stored or stored[name].shape != (
+        (len(rows), *weight.shape[1:]) if name in OF_IDS else weight.shape)]
     if wrong:
         raise ValueError(f"{folder} holds a head of another shape: {', '.join(wrong)}")
     for name, weight in own.items():
-        weight.copy_(stored[name].float() * stored.get(f"{name}_scale", torch.ones(())).float())
+        value = stored[name].float() * stored.get(f"{name}_scale", torch.ones(())).float()
+        if name in OF_IDS:
+            weight[rows] = value.to(weight.device)
+        else:
+            weight.copy_(value)
+
+
+def _rows_of(head: Any, folder: Path) -> torch.Tensor:
+    """Where the ids of the checkpoint's vocabulary are in the head's, [D] int64."""
+    ids = getattr(head, "ids", None)
+    if ids is None:
+        return torch.empty(0, dtype=torch.int64)
+    before = vocabulary_of(folder).to(ids.device)
+    if not bool(torch.isin(before, ids).all()):
+        raise ValueError(f"{folder} drafts ids that the head does not")
+    return torch.searchsorted(ids, before)
 
 
 def vocabulary_of(folder: Path) -> torch.Tensor:

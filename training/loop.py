@@ -263,9 +263,12 @@ def pick_device() -> tuple[torch.device, torch.dtype]:
     return torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
 
 
-def frequent_ids(data: Dataset, count: int, vocab: int) -> torch.Tensor:
-    """The ids that occur most often in the answers, in order of id. [count] int64."""
-    return data.answer_ids.bincount(minlength=vocab).topk(count).indices.sort().values
+def frequent_ids(data: Dataset, count: int, vocab: int, known: torch.Tensor | None = None) -> torch.Tensor:
+    """The ids that occur most often in the answers, in order of id, those that are `known` first. [count] int64."""
+    often = data.answer_ids.bincount(minlength=vocab).double()
+    if known is not None:
+        often[known] += often.sum()
+    return often.topk(max(count, 0 if known is None else len(known))).indices.sort().values
 
 
 def prepare(answers: Sequence[Any], model: str | None, taps: tuple[int, ...], width: int) -> tuple[Dataset, Teacher]:

@@ -23,8 +23,8 @@ def main(output: Path, *answers: Path, model: str | None = None, heads: tuple[st
     data, teacher = prepare(answers, model, taps, max(recipe.drafts for recipe in recipes.values()))
     options, trainers = Options(minutes, tokens, anchors, rate, hard=hard), {}
     for name, recipe in recipes.items():
-        ids = (frequent_ids(data, recipe.vocabulary, len(teacher.head)) if start is None else
-               export.vocabulary_of(start / name).to(data.device))
+        known = None if start is None else export.vocabulary_of(start / name).to(data.device)
+        ids = frequent_ids(data, recipe.vocabulary, len(teacher.head), known)
         head = recipe.make(teacher, ids)
         if start is not None:
             export.load(head, start / name)

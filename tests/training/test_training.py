@@ -34,10 +34,10 @@ def shape_for(kind: str, teacher: Teacher) -> Shape:
     return shape_of(teacher.config, INNER, 1 if kind == "eagle3" else 2, (0, 1, 2))
 
 
-def make_head(kind: str, teacher: Teacher):
+def make_head(kind: str, teacher: Teacher, ids: torch.Tensor | None = None):
     torch.manual_seed(1)
     shape, mask, norm, head = shape_for(kind, teacher), teacher.embedding[MASK], teacher.norm, teacher.head
-    ids = torch.arange(3, len(head), 3)
+    ids = torch.arange(3, len(head), 3) if ids is None else ids
     if kind == "eagle3":
         return Eagle3(shape, ids, norm, head)
     if kind == "dflash":
@@ -113,8 +113,16 @@ def test_training_goes_on_from_a_checkpoint(kind: str, teacher: Teacher, tmp_pat
     export.load(other, tmp_path / kind)
     for name, weight in head.state_dict().items():
         assert torch.allclose(other.state_dict()[name], weight, atol=1e-6), name
-    if kind == "eagle3":
-        assert torch.equal(export.vocabulary_of(tmp_path / kind), head.ids)
+    assert torch.equal(export.vocabulary_of(tmp_path / kind), head.ids)
+    more = make_head(kind, teacher, torch.arange(2, len(teacher.head)))
+    fresh = {name: weight.clone() for name, weight in more.state_dict().items()}
+    export.load(more, tmp_path / kind)
+    for name in export.OF_IDS:
+        if name in fresh:
+            got, old = more.state_dict()[name], head.state_dict()[name]
+            assert torch.allclose(got[head.ids - 2], old, atol=1e-6) and torch.equal(got[0], fresh[name][0]), name
+    with pytest.raises(ValueError, match="drafts ids that the head does not"):
+        export.load(make_head(kind, teacher, head.ids[1:]), tmp_path / kind)
     with pytest.raises(ValueError, match=r"another shape.*norm\.weight"):
         export.load(torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(5)}), tmp_path / kind)
 
