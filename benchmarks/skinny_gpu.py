@@ -20,6 +20,7 @@ from multiprocessing import get_context
 import torch
 
 from stretto.ops.launch import shared_memory
+from stretto.ops.layer import gate
 from stretto.ops.skinny import blocks_for
 from stretto.ops.triton_skinny import Blocks, SomeRows, launch_few_rows, launch_one_row
 from stretto.ops.triton_some_rows import launch_some_rows
@@ -124,10 +125,7 @@ def graph_time(run: Callable[[], None], replays: int = 4) -> float:
 
 def torch_product(x: torch.Tensor, w: torch.Tensor, gated: bool) -> torch.Tensor:
     y = torch.nn.functional.linear(x, w)
-    if gated:
-        gate, up = y.chunk(2, -1)
-        return torch.nn.functional.silu(gate) * up
-    return y
+    return gate(y, "silu") if gated else y
 
 
 def over(ws: list[torch.Tensor], product: Callable[..., object]) -> None:

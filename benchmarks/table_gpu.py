@@ -168,18 +168,19 @@ def device_steps(bench: Bench, core: EngineCore, lab: Lab) -> None:
 
 
 def at_once(bench: Bench, core: EngineCore, lab: Lab) -> None:
-    """512 requests, prompts 64..2048 and answers 16..512, log-uniform."""
-    rng = random.Random(0)
+    """512 requests, prompts 64..2048 and answers 16..512, log-uniform. Of the first 4,000 seeds this one has the sums
+    nearest to the peer's draw."""
+    rng = random.Random(2648)
     sizes = [(int(64 * 32 ** rng.random()), int(16 * 32 ** rng.random())) for _ in range(512)]
     for prompt, new in sizes:
         bench.submit(core, prompt, new)
     started = time.perf_counter()
     drain(core)
     seconds = time.perf_counter() - started
-    new = sum(n for _, n in sizes)
+    new, total = sum(n for _, n in sizes), sum(p + n for p, n in sizes)
     bench.add(Figure("8B, 512 requests at once", new / seconds, "output tokens/s", ">= 8,200", None, "6,590",
-                     f"{sum(p for p, _ in sizes)} + {new} tokens in {seconds:.1f} s (the peer's draw: 265,941 +"
-                     " 75,339)"))
+                     f"{total - new} + {new} tokens in {seconds:.1f} s, {total / seconds:.0f} tokens/s in all (the"
+                     " peer: 265,941 + 75,339, 29,850 tokens/s)"))
 
 
 def paced(bench: Bench, core: EngineCore, lab: Lab) -> None:
