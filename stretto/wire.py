@@ -104,7 +104,8 @@ class Seat:
     """A slot gets a new occupant, or a session's next turn: columns overwritten, stop ids and biases replaced.
 
     `log` is written from position `log_from` on; a fresh seat writes the whole log and clears the page tables. One
-    that is not fresh finds below `log_from` the ids, and in the page tables the pages, that the plans before it left there."""
+    that is not fresh finds below `log_from` the ids, and in the page tables the pages, that the plans before it left
+    there."""
 
     slot: int
     fresh: bool
