@@ -127,10 +127,11 @@ def _inner_width(config: ModelConfig) -> int:
     """Features that a token has inside an MLP, for the memory of a step: three tensors of this width at once. With
     experts a token has as many rows as it chooses, and they stand beside the experts' answers."""
     chosen = config.value("num_experts_per_tok")
+    dense = config.value("intermediate_size_mlp") or config.intermediate_size
     if not chosen:
-        return config.intermediate_size
+        return dense
     inner = config.value("moe_intermediate_size") or config.intermediate_size
-    return max(config.intermediate_size, chosen * max(inner, (inner + config.hidden_size) // 3))
+    return max(dense, chosen * max(inner, (inner + config.hidden_size) // 3))
 
 
 def _fallback_facts(path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any] | None) -> ModelFacts:

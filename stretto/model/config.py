@@ -74,6 +74,11 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
                              "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1,
                              "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
                              "linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    "Llama4ForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
+                          "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "intermediate_size_mlp": 16384,
+                          "num_experts_per_tok": 1, "num_local_experts": 16, "interleave_moe_layer_step": 1,
+                          "use_qk_norm": True, "no_rope_layer_interval": 4, "attention_chunk_size": 8192,
+                          "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1},
     "GptOssForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64,
                           "sliding_window": 128, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_bias": True,
                           "num_experts_per_tok": 4, "num_local_experts": 128, "swiglu_alpha": 1.702,
@@ -84,10 +89,11 @@ _BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwe
                   "gemma3_text": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "phi3": "Phi3ForCausalLM",
                   "glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM", "mixtral": "MixtralForCausalLM",
                   "qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
-                  "qwen3_next": "Qwen3NextForCausalLM"}
+                  "qwen3_next": "Qwen3NextForCausalLM", "llama4_text": "Llama4ForCausalLM"}
 
 _TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
-               "Mistral3ForConditionalGeneration": "MistralForCausalLM"}
+               "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+               "Llama4ForConditionalGeneration": "Llama4ForCausalLM"}
 
 _WITHOUT_WINDOWS = ("LlamaForCausalLM", "Olmo2ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM")
 _WITH_STATES = ("Qwen3NextForCausalLM",)
@@ -139,6 +145,8 @@ class ModelConfig:
                               f"{n_kv_heads}")
         rope, local_rope = _ropes(given, head_dim, sizes["max_position_embeddings"])
         most = sizes["max_position_embeddings"] if local_rope else _max_position(rope, sizes["max_position_embeddings"])
+        if chunk := get("attention_chunk_size"):  # positions attend within chunks of so many: one is served
+            most = min(most, _positive(name, "attention_chunk_size", chunk))
         return cls(
             architecture=name, vocab_size=sizes["vocab_size"], hidden_size=sizes["hidden_size"],
             intermediate_size=sizes["intermediate_size"], n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads,

@@ -215,19 +215,25 @@ class Decoder:
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend,
                 taps: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """See CausalModel."""
-        hidden, rope = self.embedding(ids), self.rotary.at(positions)
-        local = rope if self.local_rotary is None else self.local_rotary.at(positions)
+        hidden = self.embedding(ids)
         if self._embedding_scale is not None:
             hidden = hidden.mul_(self._embedding_scale)
         ahead, followers = None, [layer.before_attn for layer in self.decoder[1:]]
-        for layer, window, following in zip(self.decoder, self.config.windows, [*followers, None], strict=True):
-            ahead = layer(hidden, rope if window is None else local, attend, ahead, following)
+        each = self.each_layer(positions, attend)
+        for layer, following, (rope, through) in zip(self.decoder, [*followers, None], each, strict=True):
+            ahead = layer(hidden, rope, through, ahead, following)
             if taps is not None and (name := f"hidden.{layer.index}") in taps:
                 taps[name] = hidden.clone()  # later layers write into `hidden`
         hidden = self.norm(hidden)
         if taps is not None and "hidden.last" in taps:
             taps["hidden.last"] = hidden
         return hidden
+
+    def each_layer(self, positions: torch.Tensor, attend: Attend) -> list[tuple[Rope, Attend]]:
+        """What each layer rotates by, and attends through."""
+        rope = self.rotary.at(positions)
+        local = rope if self.local_rotary is None else self.local_rotary.at(positions)
+        return [(rope if window is None else local, attend) for window in self.config.windows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[L, E] -> [L, V] float32."""

@@ -16,6 +16,7 @@ from stretto.model.config import ConfigError, ModelConfig
 from stretto.model.families.gemma import gemma2, gemma3
 from stretto.model.families.glm4 import glm, glm4
 from stretto.model.families.llama import Llama
+from stretto.model.families.llama4 import llama4
 from stretto.model.families.mimo import mimo
 from stretto.model.families.mistral import mistral
 from stretto.model.families.moe import gpt_oss, mixtral, qwen3_moe
@@ -37,6 +38,7 @@ NATIVE: dict[str, Builder] = {
     "Glm4ForCausalLM": glm4,
     "GlmForCausalLM": glm,
     "GptOssForCausalLM": gpt_oss,
+    "Llama4ForCausalLM": llama4,
     "LlamaForCausalLM": Llama,
     "MiMoForCausalLM": mimo,
     "MistralForCausalLM": mistral,

@@ -26,6 +26,8 @@ class Family:
 
 FAMILIES = (
     Family("Llama 2, 3.x, SmolLM2 and relatives", ("LlamaForCausalLM",), "biases where the config asks for them"),
+    Family("Llama 4, text", ("Llama4ForCausalLM",), "experts that scale their inputs; layers without rotation; up to"
+           " 8192 positions, the first chunk of its attention"),
     Family("Mistral", ("MistralForCausalLM",), "window in every layer"),
     Family("Mixtral", ("MixtralForCausalLM",), "experts"),
     Family("Qwen2, Qwen2.5", ("Qwen2ForCausalLM",), "windows from a layer on, or by layer"),

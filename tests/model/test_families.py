@@ -28,6 +28,8 @@ QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size"
 QWEN3_NEXT = QWEN3_MOE | {"shared_expert_intermediate_size": 40, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
                           "linear_key_head_dim": 8, "linear_value_head_dim": 12, "layer_types":
                           ["linear_attention", "full_attention", "linear_attention"]}
+LLAMA4 = {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 16, "intermediate_size_mlp": 72,
+          "no_rope_layer_interval": 2, "floor_scale": 10, "attn_scale": 0.6, "attention_chunk_size": 64}
 FAMILIES = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -80,6 +82,12 @@ FAMILIES = {
                                                              "linear_conv_kernel_dim": 2, "attention_bias": True}),
     "qwen3-next-some-dense": ("Qwen3Next", QWEN3_NEXT | {"mlp_only_layers": [0], "linear_num_value_heads": 2,
                                                          "num_hidden_layers": 4, "layer_types": None}),
+    "llama4": ("Llama4", LLAMA4),
+    "llama4-some-dense": ("Llama4", LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "floor_scale": 7,
+                                              "num_experts_per_tok": 3}),
+    "llama4-dense": ("Llama4", LLAMA4 | {"moe_layers": [], "no_rope_layers": [1, 1, 1], "attention_bias": True}),
+    "llama4-no-chunks": ("Llama4", LLAMA4 | {"attention_chunk_size": None, "attn_temperature_tuning": False,
+                                             "no_rope_layers": [0, 1, 0]}),
     "gpt-oss": ("GptOss", MOE | {"head_dim": 16, "sliding_window": 6}),
     "gpt-oss-narrow-gate": ("GptOss", MOE | {"head_dim": 16, "swiglu_alpha": 1.1, "swiglu_limit": 0.4}),
 }
@@ -114,10 +122,11 @@ def test_mimo_is_qwen2_whose_predicting_layer_is_left_to_drafters(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
-@pytest.mark.parametrize("family", ["Gemma3", "Mistral3"])
+@pytest.mark.parametrize("family", ["Gemma3", "Mistral3", "Llama4"])
 def test_the_text_part_of_a_multimodal_checkpoint(family, layout, tmp_path):
     """Two layouts of names are in use; what belongs to images is left where it is."""
-    text = {"Gemma3": ("Gemma3", GEMMA), "Mistral3": ("Mistral", {"head_dim": 16})}[family]
+    text = {"Gemma3": ("Gemma3", GEMMA), "Mistral3": ("Mistral", {"head_dim": 16}),
+            "Llama4": ("Llama4", LLAMA4)}[family]
     oracle = save(tmp_path, text[0], **text[1])
     path = tmp_path / "model.safetensors"
     head = {"language_model.model.": "language_model.lm_head."}.get(layout, "lm_head.")
@@ -133,6 +142,17 @@ def test_the_text_part_of_a_multimodal_checkpoint(family, layout, tmp_path):
     torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
     assert model.config.eos_token_ids[:2] == (1, 106)
     assert model_facts(tmp_path).parameters == sum(p.numel() for p in oracle.parameters())
+
+
+def test_llama4_serves_the_first_chunk_of_its_attention(tmp_path):
+    """Up to there chunked attention is causal attention; a longer context is refused by its length."""
+    oracle = save(tmp_path, "Llama4", **LLAMA4)
+    model = load_model(tmp_path, dtype=torch.float32, device=CPU)
+    assert model.max_position == 64 == model_facts(tmp_path).context
+    ids = ids_of(64)
+    torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match="65 positions"):
+        load_model(tmp_path, dtype=torch.float32, device=CPU, context=65)
 
 
 def test_old_spellings_of_gemma3_are_read(tmp_path):

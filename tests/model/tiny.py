@@ -10,7 +10,8 @@ import transformers
 SIZES = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where a model's configuration is called otherwise than the model
+# Where a model's configuration is called otherwise than the model.
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
 
 
 def save(folder: Path, family: str, *, seed: int = 0, shard: str = "5GB", **config) -> transformers.PreTrainedModel:
