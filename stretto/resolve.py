@@ -537,7 +537,7 @@ class _Resolution:
         return tuple(pages), min(held) if held else self._window_tokens(pages, page_size, need)
 
     def _note_states(self, page_size: int) -> None:
-        """Refuses what has no meaning for this model's layers, or does not work with them."""
+        """Refuses an interval where nothing has one."""
         asked, every = self.config.kv.state_interval, self._state_every(page_size) * page_size
         if not any(group.window == STATE for group in self.groups):
             if asked is not None:
@@ -546,9 +546,6 @@ class _Resolution:
             self._note("state_interval", asked, False, "none of the model's layers keeps a state")
             return
         self._note("state_interval", asked, every, "tokens; shared prefixes go on from there")
-        if self.config.kv.kv_host_bytes:
-            self._refuse("--kv-host-bytes", f"model {self.model.name}", "the states that some of its layers keep are"
-                         " not copied to host memory", "leave it out")
 
     def _host_pages(self, device: DeviceFacts, memory: MemoryPlan, pages: tuple[int, ...],
                     page_bytes: tuple[int, ...]) -> tuple[int, ...]:

@@ -213,7 +213,7 @@ def make_world(rng: random.Random, **force) -> World:
         poison=True, rates=RandomRates(random.Random(rng.random())))
     host_room = force.pop("host_room", rng.choice([0, 0, 0.3, 1.0, 4.0]))  # of the pages of each group
     if STATE in windows:
-        host_room, fields["state_every"] = 0, rng.choice([1, 1, 2, 3])  # host memory is refused at start-up
+        fields["state_every"] = rng.choice([1, 1, 2, 3])
     fields |= {name: force.pop(name) for name in list(force) if name in HostLimits.__dataclass_fields__}
     pages = tuple(full if w is None or not small_windows else min(full, _least_pages(w, page, lookahead))
                   for w in windows)
