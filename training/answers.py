@@ -97,8 +97,8 @@ class Dataset:
             made, least = [], 0
             for window in windows:
                 most = window if window < windows[-1] else None
-                packed = self._packed(window, least, most, host)
-                made += [part for part in packed.split(max(1, tokens // window)) if len(part) == tokens // window]
+                packed, each = self._packed(window, least, most, host), max(1, tokens // window)
+                made += [part for part in packed.split(each) if len(part) == each]
                 least = window + 1
             if not made:
                 raise ValueError(f"the answers do not fill a batch of {tokens} ids: there are too few, or make it smaller")
