@@ -11,13 +11,13 @@ import os
 import torch
 import torch.distributed as dist
 
-from stretto.ops.triton_exchange import PROGRAMS, launch_exchange
+from stretto.ops.triton_exchange import PROGRAMS, launch_exchange, rows_that_fit
 
 MOST_BYTES = {2: 8 << 20, 3: 1 << 20, 4: 1 << 20}
-"""Of x, by ranks: what is larger is left to NCCL. Two ranks send each other no more than any other way would; with more
-ranks every one sends all it has to every other."""
+"""Of a sum, by ranks: what is larger is left to NCCL. Two ranks send each other no more than any other way would; with
+more ranks every one sends all it has to every other."""
 MOST_BYTES_OF_MANY = 512 << 10
-LET_GO = 2**31 - 1  # a count that no program reaches
+AHEAD = 1 << 30  # of a count, as far as one can be
 
 
 class SymmetricMemory:
@@ -28,8 +28,7 @@ class SymmetricMemory:
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         import torch.distributed._symmetric_memory as symmetric  # reads the environment
 
-        self.rank, self.most = rank, MOST_BYTES.get(ranks, MOST_BYTES_OF_MANY)
-        self._slot = self.most // PROGRAMS
+        self.rank, self._slot = rank, MOST_BYTES.get(ranks, MOST_BYTES_OF_MANY) // PROGRAMS
         self._flags_at = 2 * ranks * PROGRAMS * self._slot
         size = self._flags_at + 4 * ranks * PROGRAMS
         self._memory = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
@@ -40,24 +39,28 @@ class SymmetricMemory:
         dist.barrier()
 
     def takes(self, x: torch.Tensor) -> bool:
-        return 0 < x.numel() * x.element_size() <= self.most
+        """Whether a sum is small enough."""
+        return x.numel() > 0 and rows_that_fit(x.view(1, -1), self._slot) > 0
 
     def total(self, x: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
         """As `ops.exchange.total`; on top of `base`, which is contiguous, it is written there."""
         out = torch.empty_like(x) if base is None else base
-        self._launch(x, out, base)
+        self._launch(x.view(1, -1), out, base)
         return out
 
     def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
-        """As `ops.exchange.side_by_side`."""
-        out = x.new_empty(*x.shape[:-1], x.shape[-1] * len(self._addresses))
-        self._launch(x, out, columns=x.shape[-1])
+        """As `ops.exchange.side_by_side`, of x [L, n] of any size: as many launches as it takes."""
+        out = x.new_empty(len(x), x.shape[1] * len(self._addresses))
+        most = rows_that_fit(x, self._slot)
+        for rows, into in zip(x.split(most), out.split(most), strict=True):
+            if len(rows):
+                self._launch(rows, into, join=True)
         return out
 
-    def _launch(self, x: torch.Tensor, out: torch.Tensor, base: torch.Tensor | None = None, columns: int = 0) -> None:
-        launch_exchange(x, out, self._addresses, self._counts, self.rank, self._slot, self._flags_at, base, columns)
+    def _launch(self, x: torch.Tensor, out: torch.Tensor, base: torch.Tensor | None = None, join: bool = False) -> None:
+        launch_exchange(x, out, self._addresses, self._counts, self.rank, self._slot, self._flags_at, base, join)
 
     def let_go(self) -> None:
         """Whoever waits here for another rank waits no more. Of an engine that ends: what comes out is nonsense."""
         with torch.cuda.stream(torch.cuda.Stream(self._memory.device)):
-            self._memory[self._flags_at :].view(torch.int32).fill_(LET_GO)
+            self._memory[self._flags_at :].view(torch.int32).view(-1, PROGRAMS).copy_(self._counts + AHEAD)

@@ -17,21 +17,25 @@ import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 64
+from stretto.ops.launch import dependent, overlaps
+from stretto.ops.triton_launch import begin
+
+PROGRAMS = 128
 WARPS = 16
 
 
 @triton.jit
-def exchange_kernel(x, base, out, memory, counts, n, columns, slot_bytes, flags_at, RANK: tl.constexpr,
+def exchange_kernel(x, base, out, memory, counts, tiles, every_tile, columns, slot_bytes, flags_at, RANK: tl.constexpr,
                     RANKS: tl.constexpr, JOIN: tl.constexpr, BASE: tl.constexpr, TILE: tl.constexpr,
-                    ALL: tl.constexpr):
-    """`n` elements of x, those of a program in tiles; memory [RANKS] int64, addresses; counts [ALL] int32; with JOIN,
-    rows of `columns` elements, which stand side by side in `out`."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    tiles = tl.cdiv(tl.cdiv(n, TILE), programs)
-    first = program.to(tl.int64) * tiles * TILE
+                    ALL: tl.constexpr, PDL: tl.constexpr):
+    """x [rows, columns], of which each program has `tiles` of `every_tile` in all, none of two rows; memory [RANKS]
+    int64, addresses; counts [ALL] int32. With JOIN, the rows of all ranks stand side by side in `out`. The launch after
+    may fetch its weights while this one waits for the others."""
+    begin(PDL)
+    program = tl.program_id(0)
+    first, in_row = program * tiles, tl.cdiv(columns, TILE)
     count = tl.load(counts + program) + 1
-    turn = count % 2
+    turn = count & 1
     kind: tl.constexpr = x.dtype
     for peer in tl.static_range(RANKS):
         if peer != RANK:
@@ -39,9 +43,10 @@ def exchange_kernel(x, base, out, memory, counts, n, columns, slot_bytes, flags_
             slot = there + ((turn * RANKS + RANK) * ALL + program).to(tl.int64) * slot_bytes
             slot = tl.multiple_of(slot.to(kind), 16)
             for tile in range(tiles):
-                i = tile * TILE + tl.arange(0, TILE)
-                part = tl.load(x + first + i, mask=first + i < n)
-                tl.store(slot + i, part, mask=first + i < n)
+                row, at = (first + tile) // in_row, (first + tile) % in_row * TILE + tl.arange(0, TILE)
+                inside = (first + tile < every_tile) & (at < columns)
+                part = tl.load(x + row.to(tl.int64) * columns + at, mask=inside)
+                tl.store(slot + tile * TILE + tl.arange(0, TILE), part, mask=inside)
     tl.debug_barrier()
     for peer in tl.static_range(RANKS):
         if peer != RANK:
@@ -51,40 +56,52 @@ def exchange_kernel(x, base, out, memory, counts, n, columns, slot_bytes, flags_
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             flag = (here + flags_at).to(tl.pointer_type(tl.int32)) + peer * ALL + program
-            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < count:
+            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - count < 0:  # so that counts may wrap around
                 pass
     tl.debug_barrier()
     slots = here + (turn * RANKS * ALL + program).to(tl.int64) * slot_bytes
     for tile in range(tiles):
-        i = tile * TILE + tl.arange(0, TILE)
-        inside = first + i < n
-        if JOIN:
-            at = (first + i) // columns * (columns * RANKS) + (first + i) % columns
-        else:
-            made = tl.zeros([TILE], tl.float32)
+        row, at = (first + tile) // in_row, (first + tile) % in_row * TILE + tl.arange(0, TILE)
+        inside = (first + tile < every_tile) & (at < columns)
+        start = row.to(tl.int64) * columns
+        made = tl.zeros([TILE], tl.float32)
         for peer in tl.static_range(RANKS):
             if peer == RANK:
-                part = tl.load(x + first + i, mask=inside)
+                part = tl.load(x + start + at, mask=inside)
             else:
                 slot = tl.multiple_of((slots + peer * ALL * slot_bytes).to(kind), 16)
-                part = tl.load(slot + i, mask=inside, cache_modifier=".cg")
+                part = tl.load(slot + tile * TILE + tl.arange(0, TILE), mask=inside, cache_modifier=".cg")
             if JOIN:
-                tl.store(out + at + peer * columns, part, mask=inside)
+                tl.store(out + start * RANKS + peer * columns + at, part, mask=inside)
             else:
                 made += part.to(tl.float32)
         if BASE:
-            made += tl.load(base + first + i, mask=inside).to(tl.float32)
+            made += tl.load(base + start + at, mask=inside).to(tl.float32)
         if not JOIN:
-            tl.store(out + first + i, made.to(out.dtype.element_ty), mask=inside)
+            tl.store(out + start + at, made.to(out.dtype.element_ty), mask=inside)
     tl.store(counts + program, count)
 
 
+def tile_of(x: torch.Tensor) -> int:
+    """Elements that a program handles at one time: 16 bytes a thread."""
+    return 16 // x.element_size() * 32 * WARPS
+
+
+def rows_that_fit(x: torch.Tensor, slot_bytes: int) -> int:
+    """Rows of x [..., columns] that one launch takes, each of them in tiles of its own."""
+    tiles = PROGRAMS * (slot_bytes // (tile_of(x) * x.element_size()))
+    return tiles // triton.cdiv(x.shape[-1], tile_of(x))
+
+
 def launch_exchange(x: torch.Tensor, out: torch.Tensor, memory: torch.Tensor, counts: torch.Tensor, rank: int,
-                    slot_bytes: int, flags_at: int, base: torch.Tensor | None = None, columns: int = 0) -> None:
-    """x, contiguous, of the same size on every rank; out as x, or with `columns` the joined rows; base as out, or out
-    itself. memory [ranks] int64: where each rank's memory begins; counts [PROGRAMS] int32, at first 0."""
-    n = x.numel()
-    tile = max(1024, 16 // x.element_size() * 32 * WARPS // 2)
-    exchange_kernel[(min(PROGRAMS, triton.cdiv(n, tile)),)](
-        x, base, out, memory, counts, n, columns, slot_bytes, flags_at, RANK=rank, RANKS=len(memory),
-        JOIN=columns > 0, BASE=base is not None, TILE=tile, ALL=PROGRAMS, num_warps=WARPS)
+                    slot_bytes: int, flags_at: int, base: torch.Tensor | None = None, join: bool = False) -> None:
+    """x [rows, columns], contiguous, of the same shape on every rank; a sum may have all its elements in one row. out
+    as x, or with `join` [rows, ranks * columns]; base as out, or out itself. memory [ranks] int64: where each rank's
+    memory begins; counts [PROGRAMS] int32, at first 0."""
+    rows, columns = x.shape
+    every_tile = rows * triton.cdiv(columns, tile_of(x))
+    tiles = triton.cdiv(every_tile, PROGRAMS)
+    exchange_kernel[(triton.cdiv(every_tile, tiles),)](
+        x, base, out, memory, counts, tiles, every_tile, columns, slot_bytes, flags_at, RANK=rank, RANKS=len(memory),
+        JOIN=join, BASE=base is not None, TILE=tile_of(x), ALL=PROGRAMS, PDL=overlaps(x.device), num_warps=WARPS,
+        **dependent(x.device))

@@ -16,6 +16,7 @@ from triton.compiler import compile as compile_source
 
 from stretto.ops import (
     skinny,
+    triton_exchange,
     triton_fixed,
     triton_layer,
     triton_ngram,
@@ -74,8 +75,8 @@ def skinny_kernels(arch: int, pdl: bool):
             yield f"{rows} rows of {inputs} to {outputs}", build(
                 triton_skinny.few_rows_kernel,
                 options | dict(BM=rows, BN=blocks.outputs, BK=blocks.columns, SPLIT=blocks.split, GATED=gated,
-                               NORM=blocks.split == 1, STAGES=blocks.stages, AHEAD=blocks.ahead, PIECE=blocks.piece,
-                               PRECISION="tf32", UPCAST=False), blocks.warps, arch, {})
+                               BEFORE=64, AFTER=not gated, COPIES=False, STAGES=blocks.stages, AHEAD=blocks.ahead,
+                               PIECE=blocks.piece, PRECISION="tf32", UPCAST=False), blocks.warps, arch, {})
 
 
 def fixed_kernels(arch: int, pdl: bool):
@@ -124,6 +125,17 @@ def step_kernels(arch: int, pdl: bool):
     yield "pack", build(triton_step.pack_kernel, dict(WIDTH=8, OFFERS=8, PDL=pdl), 1, arch, {"out": "*i32"})
 
 
+def rank_kernels(arch: int, pdl: bool):
+    for ranks in (2, 8):
+        for join in (False, True):
+            sizes = dict(RANK=1, RANKS=ranks, JOIN=join, BASE=not join, TILE=2048 if join else 4096,
+                         ALL=triton_exchange.PROGRAMS, PDL=pdl)
+            kind = "*fp32" if join else "*bf16"
+            yield f"exchange of {ranks}, join {join}", build(
+                triton_exchange.exchange_kernel, sizes, triton_exchange.WARPS, arch,
+                {"x": kind, "out": kind, "base": kind, "memory": "*i64", "counts": "*i32"})
+
+
 def recurrent_kernels(arch: int, pdl: bool):
     states = {name: "*fp32" for name in ("memory", "page_states", "out", "q", "k", "v", "decay", "beta")}
     states |= {"pages": "*i64", "rows": "*i64"}
@@ -141,7 +153,7 @@ def main() -> None:
     arch = parser.parse_args().arch
     torch.set_num_threads(1)
     for kernels in (layer_kernels, skinny_kernels, fixed_kernels, step_kernels,
-                    recurrent_kernels):
+                    rank_kernels, recurrent_kernels):
         for name, shared in kernels(arch, arch >= 90):
             print(json.dumps({name: shared}))
 
