@@ -22,7 +22,7 @@ import torch
 from stretto.ops.launch import shared_memory
 from stretto.ops.layer import gate
 from stretto.ops.skinny import blocks_for
-from stretto.ops.triton_skinny import Blocks, SomeRows, launch_few_rows, launch_one_row
+from stretto.ops.triton_skinny import Blocks, OneRow, SomeRows, launch_few_rows, launch_one_row
 from stretto.ops.triton_some_rows import launch_some_rows
 
 SHAPES = {  # outputs, inputs, gated
@@ -32,11 +32,11 @@ SHAPES = {  # outputs, inputs, gated
     "0.6b down": (1024, 3072, False), "0.6b head": (151936, 1024, False)}
 
 
-def one_row_blocks() -> list[Blocks]:
+def one_row_blocks() -> list[OneRow]:
     """(4, 2048), (8, 1024) ...: one or two kilobytes of each of a few rows at a time."""
     shapes = [(4, 2048, 1, 4), (8, 1024, 4, 4), (8, 1024, 2, 4), (4, 1024, 4, 4), (4, 1024, 2, 4), (8, 1024, 1, 4),
               (4, 2048, 2, 4), (2, 2048, 2, 4)]
-    return [Blocks(*shape, ahead=ahead) for shape in shapes for ahead in (64, 512, 1024)]
+    return [OneRow(*shape, ahead=ahead) for shape in shapes for ahead in (64, 512, 1024)]
 
 
 def few_rows_blocks(bm: int, gated: bool) -> list[Blocks]:
@@ -45,6 +45,14 @@ def few_rows_blocks(bm: int, gated: bool) -> list[Blocks]:
               (128, 128, 4, 8), (128, 128, 3, 4)]
     fits = [s for s in shapes if (s[0] * (1 + gated) + bm) * s[1] * 2 * s[2] < 220_000]
     return [Blocks(*shape, split) for shape in fits for split in ((1,) if gated else (1, 2, 4))]
+
+
+def copied_blocks(bm: int, gated: bool) -> list[Blocks]:
+    """Of the kernel for few rows, its tiles brought by the copy engine."""
+    shapes = [(64, 64, 4, 4), (64, 64, 8, 4), (64, 128, 4, 4), (64, 128, 6, 4), (64, 256, 3, 4), (64, 256, 4, 4),
+              (128, 64, 4, 4), (128, 64, 6, 8), (128, 128, 4, 8)]
+    fits = [s for s in shapes if (s[0] * (1 + gated) + bm) * s[1] * 2 * s[2] < 225_000]
+    return [Blocks(*shape, split, 64, True) for shape in fits for split in ((1,) if gated else (1, 2, 4))]
 
 
 def some_rows_blocks(bm: int, gated: bool) -> list[Blocks]:
@@ -64,9 +72,11 @@ def candidates(m: int, outputs: int, inputs: int, gated: bool, kernels: list[str
         found += one_row_blocks()
     if 1 < m <= 64 and "few" in kernels:
         found += few_rows_blocks(max(16, m), gated)
-    if m > 1 and "some" in kernels:
+    if m <= 64 and "copies" in kernels:
+        found += copied_blocks(max(16, 1 << (m - 1).bit_length()), gated)
+    if m > 64 and "some" in kernels:
         found += some_rows_blocks(max(64, 1 << (m - 1).bit_length()), gated)
-    chosen = blocks_for(m, outputs, inputs, gated, shared_memory(torch.device("cuda")))
+    chosen = blocks_for(m, outputs, inputs, gated, shared_memory(torch.device("cuda")), copies=True)
     found += [chosen] if chosen is not None and chosen not in found else []
     return [b for b in found if outputs % b.outputs == 0 and inputs % (b.columns * b.split) == 0]
 
@@ -99,7 +109,7 @@ def compile_one(task: tuple[int, bool, Blocks]) -> str | None:
 def launch(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: Blocks, gated: bool) -> None:
     if isinstance(blocks, SomeRows):
         launch_some_rows(x, w, out, blocks, True, arrivals(), gated=gated)
-    elif len(x) == 1:
+    elif isinstance(blocks, OneRow):
         launch_one_row(x, w, out, blocks, True, gated=gated)
     else:
         launch_few_rows(x, w, out, blocks, True, arrivals(), gated=gated)
@@ -145,6 +155,7 @@ def measure(name: str, rows: list[int], kernels: list[str]) -> dict:
         want = torch_product(x, ws[0], gated).float()
         base = graph_time(partial(over, ws, partial(torch_product, x, gated=gated))) / len(ws) * 1e3
         found = []
+        default = blocks_for(m, n, k, gated, shared_memory(x.device), copies=True)
         for blocks in candidates(m, n, k, gated, kernels):
             try:
                 out.fill_(float("nan"))
@@ -159,21 +170,23 @@ def measure(name: str, rows: list[int], kernels: list[str]) -> dict:
                 if "shared memory" not in str(e) and "out of resource" not in str(e):
                     print("FAILED", name, m, blocks, str(e)[:200])
         found.sort(key=lambda f: f[0])
-        result[m] = {"torch_us": base, "best": [(us, type(b).__name__, vars(b)) for us, b in found[:6]]}
+        result[m] = {"torch_us": base, "best": [(us, type(b).__name__, vars(b)) for us, b in found[:6]],
+                     "default_us": next((us for us, b in found if b == default), None)}
         print(f"{name:14} m {m:3}: torch {base:7.1f} us {gigabytes / base * 1e6:5.0f} GB/s | " + " | ".join(
             f"{us:6.1f} {gigabytes / us * 1e6:5.0f} {named(b)}" for us, b in found[:4]), flush=True)
     return result
 
 
 def named(b: Blocks) -> str:
-    return f"{type(b).__name__}({b.outputs},{b.columns},{b.stages},{b.warps},{b.split},{b.ahead})"
+    copied = "Copied" if b.copies else ""
+    return f"{copied}{type(b).__name__}({b.outputs},{b.columns},{b.stages},{b.warps},{b.split},{b.ahead})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
-    parser.add_argument("--kernels", nargs="+", default=["one", "few", "some"])
+    parser.add_argument("--kernels", nargs="+", default=["one", "few", "copies", "some"])
     parser.add_argument("--json")
     args = parser.parse_args()
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 14), get_context("spawn")) as pool:

@@ -76,7 +76,8 @@ class CudaMatrix(PlainMatrix):
     def add_and_norm(self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float) -> Ahead | None:
         """As `add_to`; where it saves a launch, begins RMSNorm of the sum for the `normed` of another matrix."""
         blocks = self._blocks(x, self._outputs, False) if residual.is_contiguous() else None
-        if blocks is None or not 1 < len(x) <= MOST_ROWS or residual.dtype is not torch.bfloat16:  # others may overflow
+        few = blocks is not None and len(x) <= MOST_ROWS and not self._alone(blocks)
+        if blocks is None or not few or residual.dtype is not torch.bfloat16:  # other numbers may overflow
             self.add_to(residual, x)
             return None
         squares = torch.empty(self._outputs // blocks.outputs, MOST_ROWS, dtype=torch.float32, device=x.device)

@@ -39,7 +39,7 @@ def blocks_for(rows: int, outputs: int, inputs: int, gated: bool, shared: int, c
     if rows > MOST_ROWS:
         return some_rows_blocks(rows, outputs, inputs, gated) if copies else None
     alone = one_row_blocks(outputs, inputs, gated) if rows == 1 else None
-    return alone or few_rows_blocks(rows, outputs, inputs, gated, shared)
+    return alone or few_rows_blocks(rows, outputs, inputs, gated, shared, copies)
 
 
 def one_row_blocks(outputs: int, inputs: int, gated: bool) -> OneRow | None:
@@ -59,7 +59,8 @@ def one_row_blocks(outputs: int, inputs: int, gated: bool) -> OneRow | None:
     return next((b for b in wanted if outputs % b.outputs == 0 and inputs % b.columns == 0), None)
 
 
-def few_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool, shared: int) -> Blocks | None:
+def few_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool, shared: int,
+                    copies: bool = False) -> Blocks | None:
     """None where torch's product is as fast, the sizes do not fit the kernel's blocks, or the blocks do not fit the
     `shared` bytes of memory that a program may have."""
     from stretto.ops.triton_skinny import Blocks

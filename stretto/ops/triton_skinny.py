@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto.ops.skinny import MOST_ROWS, Ahead
 from stretto.ops.triton_launch import ask_for
@@ -33,6 +34,7 @@ class Blocks:
     warps: int
     split: int = 1  # programs that share the columns of one output
     ahead: int = 256  # columns asked for before the launch before has ended
+    copies: bool = False  # tiles come by the copy engine (tensor memory accelerator, sm_90 and up)
 
     @property
     def piece(self) -> int:
@@ -145,16 +147,16 @@ def _finish(acc, bias, out, tokens, rows, m, n, after, weighted, squares, tile, 
 
 
 @triton.jit(do_not_specialize=["m", "parts", "eps"])
-def few_rows_kernel(x, w, bias, out, partial, arrivals, before, after, weighted, squares, m, n, inputs, x_stride, parts,
-                    eps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, before, after, weighted, squares, m, n, inputs,
+                    x_stride, parts, eps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
                     STAGES: tl.constexpr, AHEAD: tl.constexpr, PIECE: tl.constexpr, BIAS: tl.constexpr,
                     GATED: tl.constexpr, ADD: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
-                    PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+                    COPIES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """out[m, n] (+)= x[m, inputs] W^T for m <= BM. The weights are the left operand: tiles [BN, BK] x [BK, BM].
 
     SPLIT programs share the inputs of a tile of outputs; the last to arrive adds their sums, in order of the parts.
     BEFORE (0: no): at least as many as the `parts` of the squares of a norm that x begins (`skinny.Ahead`). AFTER: the
-    results begin another."""
+    results begin another. COPIES: `x_tiles` [BM, BK] and `w_tiles` [BN, BK] are descriptors of x and w."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
     each = inputs // SPLIT
@@ -168,10 +170,16 @@ def few_rows_kernel(x, w, bias, out, partial, arrivals, before, after, weighted,
     acc = tl.zeros((BN, BM), tl.float32)
     acc_up = tl.zeros((BN, BM), tl.float32)
     for start in tl.range(0, each, BK, num_stages=STAGES):
-        b = tl.load(x_at + start)
-        acc = _dot(tl.load(at + start, eviction_policy="evict_first"), b, acc, PRECISION, UPCAST)
-        if GATED:
-            acc_up = _dot(tl.load(up + start, eviction_policy="evict_first"), b, acc_up, PRECISION, UPCAST)
+        if COPIES:
+            b = x_tiles.load([0, part * each + start]).T
+            acc = _dot(w_tiles.load([tile * BN, part * each + start]), b, acc, PRECISION, UPCAST)
+            if GATED:
+                acc_up = _dot(w_tiles.load([n + tile * BN, part * each + start]), b, acc_up, PRECISION, UPCAST)
+        else:
+            b = tl.load(x_at + start)
+            acc = _dot(tl.load(at + start, eviction_policy="evict_first"), b, acc, PRECISION, UPCAST)
+            if GATED:
+                acc_up = _dot(tl.load(up + start, eviction_policy="evict_first"), b, acc_up, PRECISION, UPCAST)
     finish = True
     if SPLIT > 1:
         inside = tl.arange(0, BN)[:, None] * BM + tokens[None, :]
@@ -214,19 +222,22 @@ def launch_one_row(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: 
 def launch_few_rows(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: Blocks, pdl: bool,
                     arrivals: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, add: bool = False,
                     before: Ahead | None = None, after: tuple[torch.Tensor, Ahead] | None = None) -> None:
-    """x [m, inputs] with contiguous rows, w [outputs (twice if gated), inputs] and out [m, outputs] contiguous.
-    arrivals: zeros, int32, one a tile of outputs; they are zeros again afterwards. `before`: x is its `weighted`.
+    """x [m, inputs] with contiguous rows (a multiple of 16 bytes apart, where tiles are copied), w [outputs (twice if
+    gated), inputs] and out [m, outputs] contiguous. arrivals: zeros, int32, one a tile of outputs; they are zeros again
+    afterwards. `before`: x is its `weighted`.
     `after`: weights of a norm of the results, and where it begins."""
     (m, inputs), n = x.shape, out.shape[1]
     tokens, split = max(16, triton.next_power_of_2(m)), blocks.split
     partial = x if split == 1 else torch.empty(split * n * tokens, dtype=torch.float32, device=x.device)
     parts = 0 if before is None else len(before.squares)
+    tiles = (TensorDescriptor.from_tensor(x, [tokens, blocks.columns]),
+             TensorDescriptor.from_tensor(w, [blocks.outputs, blocks.columns])) if blocks.copies else (x, w)
     few_rows_kernel[(n // blocks.outputs, split)](
-        x, w, x if bias is None else bias, out, partial, arrivals, x if before is None else before.squares,
+        x, w, *tiles, x if bias is None else bias, out, partial, arrivals, x if before is None else before.squares,
         *((x, x, x) if after is None else (after[0], after[1].weighted, after[1].squares)), m, n, inputs, x.stride(0),
         parts, 0.0 if before is None else before.eps, BM=tokens, BN=blocks.outputs, BK=blocks.columns, SPLIT=split,
         STAGES=blocks.stages, AHEAD=blocks.ahead, PIECE=blocks.piece, BIAS=bias is not None, GATED=gated, ADD=add,
-        BEFORE=parts and triton.next_power_of_2(parts), AFTER=after is not None, PDL=pdl,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        BEFORE=parts and triton.next_power_of_2(parts), AFTER=after is not None, COPIES=blocks.copies,
+        PDL=pdl, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         UPCAST=INTERPRETED and x.dtype == torch.bfloat16, num_warps=blocks.warps,
         **({"launch_pdl": True} if pdl else {}))
