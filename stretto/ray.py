@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 class Server:
     """One replica. Ray makes it on the event loop on which every call runs."""
 
-    async def __init__(self, config: Config):
+    async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # as Ray has it
         set_up_logging(config.serve.log_level, config.serve.log_format)
         rank = serve.get_replica_context().rank
         settings = replace(serve_settings(config), replica=getattr(rank, "rank", rank) or 0)
@@ -123,7 +123,8 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     """The application. `args`: settings of `stretto serve` (docs/configuration.md) without their dashes, and
     `min_replicas`, `max_replicas`, `target_load` (share of a replica that the load may take) and `num_cpus` (of a
     replica; without GPUs the ranks of a model share them). Raises ConfigError and UsageError."""
-    own = _Own(**{name: type(default)(args.get(name, default)) for name, default in OWN_SETTINGS.items()})
+    numbers: dict[str, Any] = {name: type(default)(args.get(name, default)) for name, default in OWN_SETTINGS.items()}
+    own = _Own(**numbers)
     own.check()
     config = read_settings({name: value for name, value in args.items() if name not in OWN_SETTINGS},
                            "the application's args")

@@ -35,6 +35,7 @@ def build_app() -> App:
                 help="Answer a file of requests in OpenAI's batch format.")
     app.command("stretto.cli.explain:explain", name="explain",
                 help="Show the configuration that `serve` would run, with the reason for every value.")
+    app.command("stretto.cli.plan:run", name="plan", help="How many GPUs does a load need, and what will users see?")
     app.command("stretto.cli.doctor:doctor", name="doctor", help="Check this machine, and a model if one is named.")
     app.command("stretto.cli.verify:parity", name="parity", help="Do two configurations give the same text?")
     app.command("stretto.cli.matrix:matrix", name="matrix", help="What works with what, and which test shows it.")

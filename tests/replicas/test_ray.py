@@ -1,6 +1,6 @@
 """On a local Ray cluster of two nodes (two raylets on this host): sessions stay at one replica, streams stream, a
-killed replica costs what it was answering, and load brings another one. Ray has an environment of its own, which also sees
-this one's packages; its command and KubeRay files are read by Ray's own schema."""
+killed replica costs what it was answering, and load brings another one. Ray has an environment of its own, which sees
+this one's packages too; its command and KubeRay files are read by the schema of Ray itself."""
 
 from __future__ import annotations
 

@@ -1,0 +1,188 @@
+"""The load of a plan: conversations of one or more turns, drawn from a few numbers or read from a trace.
+
+    rate=16,prompt=64..2048,output=16..512,turns=4,think=20,shared=500      16 requests a second over all
+    users=200,prompt=400,output=200,turns=10,think=30                       200 people who answer after 30 s
+    trace.jsonl     {"at": 0.0, "prompt": 812, "output": 90, "session": "a"} a line; `prompt` counts what is new
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LEAST_SECONDS = 120.0  # that a drawn load lasts
+LEAST_TURNS, MOST_TURNS = 400, 2000  # of a drawn load; what lasts longer is cut
+
+
+class Turn(NamedTuple):
+    """`think`: seconds from the end of the answer before to this turn. `fresh`: it begins another conversation."""
+
+    prompt: int  # new tokens
+    output: int
+    think: float = 0.0
+    fresh: bool = False
+
+
+class Talk(NamedTuple):
+    """One conversation, or those of one user one after the other. `at`: seconds at which it begins."""
+
+    at: float
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens, log-uniform from `least` to `most`."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        least, _, most = text.partition("..")
+        found = cls(int(least), int(most or least))
+        if not 1 <= found.least <= found.most:
+            raise ValueError(f"lengths {text}: write LEAST..MOST, from 1 up")
+        return found
+
+    def draw(self, rng: random.Random) -> int:
+        return int(self.least * (self.most / self.least) ** rng.random())
+
+    @property
+    def mean(self) -> float:
+        if self.least == self.most:
+            return float(self.least)
+        return (self.most - self.least) / math.log(self.most / self.least)
+
+    def __str__(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least}..{self.most}"
+
+
+@dataclass(frozen=True)
+class Load:
+    """Either `rate` (requests a second; every turn is one) or `users` (who each have one conversation at a time).
+    `shared`: tokens at the beginning of every conversation that are the same in all (a system prompt), besides
+    `prompt`."""
+
+    prompt: Lengths
+    output: Lengths
+    rate: float | None = None
+    users: int | None = None
+    turns: int = 1
+    think: float = 10.0
+    shared: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.rate is None) == (self.users is None):
+            raise ValueError("a load has either a rate (requests a second) or users")
+        for name, value, least in (("rate", self.rate, 0.0), ("users", self.users, 0), ("turns", self.turns, 0)):
+            if value is not None and not (value > least and math.isfinite(value)):
+                raise ValueError(f"{name}={value:g}: it must be above {least}")
+        for name, value in (("think", self.think), ("shared", self.shared)):
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name}={value:g}: it must be 0 or more")
+
+    @property
+    def amount(self) -> float:
+        """Requests a second, or users."""
+        return float(self.rate if self.rate is not None else self.users or 0)
+
+    @property
+    def unit(self) -> str:
+        return "requests/s" if self.rate is not None else "users"
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest conversation."""
+        return self.shared + self.turns * (self.prompt.most + self.output.most)
+
+    def with_amount(self, amount: float) -> Load:
+        if self.rate is not None:
+            return replace(self, rate=amount)
+        return replace(self, users=max(1, round(amount)))
+
+    def draw(self, seed: int = 0) -> list[Talk]:
+        """Conversations in the order of their beginning. The same seed gives the same sizes at any rate."""
+        rng, sizes = random.Random(seed), random.Random(seed + 1)
+        if self.rate is not None:
+            wanted = min(max(LEAST_TURNS, self.rate * LEAST_SECONDS), MOST_TURNS)
+            at, talks = 0.0, []
+            for _ in range(math.ceil(wanted / self.turns)):
+                at += rng.expovariate(1.0) / (self.rate / self.turns)
+                talks.append(Talk(at, self._turns(sizes)))
+            return talks
+        assert self.users is not None
+        each = max(1, math.ceil(LEAST_TURNS / self.users / self.turns))
+        talks = []
+        for _ in range(self.users):
+            turns = tuple(turn for number in range(each) for turn in self._turns(sizes, again=number > 0))
+            talks.append(Talk(rng.random() * max(self.think, 1.0), turns))
+        return sorted(talks)
+
+    def _turns(self, rng: random.Random, again: bool = False) -> tuple[Turn, ...]:
+        """Of one conversation; `again`: after another one of the same user."""
+        return tuple(Turn(self.prompt.draw(rng) + (self.shared if index == 0 else 0), self.output.draw(rng),
+                          rng.expovariate(1 / self.think) if (index or again) and self.think else 0.0,
+                          fresh=again and index == 0) for index in range(self.turns))
+
+    def __str__(self) -> str:
+        turns = f", {self.turns} turns {self.think:g} s apart" if self.turns > 1 else ""
+        shared = f", {self.shared} of them the same in all" if self.shared else ""
+        return f"{self.amount:g} {self.unit}: prompts of {self.prompt}{shared}, answers of {self.output}{turns}"
+
+
+def parse_load(text: str) -> Load:
+    """As in the module's first lines. Raises ValueError that names the part."""
+    found: dict[str, str] = {}
+    for part in text.replace(" ", ",").split(","):
+        if part:
+            name, equals, value = part.partition("=")
+            if not equals or name not in Load.__dataclass_fields__:
+                names = ", ".join(Load.__dataclass_fields__)
+                raise ValueError(f"{part!r} is no part of a load: write NAME=VALUE with the names {names}")
+            found[name] = value
+    if lacking := [name for name in ("prompt", "output") if name not in found]:
+        raise ValueError(f"the load lacks {' and '.join(lacking)}, in tokens: prompt=500 or prompt=64..2048")
+    try:
+        numbers: dict[str, Any] = {name: (float if name in ("rate", "think") else int)(value)
+                                   for name, value in found.items() if name not in ("prompt", "output")}
+        return Load(Lengths.parse(found["prompt"]), Lengths.parse(found["output"]), **numbers)
+    except (ValueError, OverflowError) as e:
+        raise ValueError(f"load {text!r}: {e}") from e
+
+
+def read_trace(path: Path) -> list[Talk]:
+    """A trace's conversations; turns of one session follow each other as far apart as their times say, less the time
+    that answers take, which is not known: they come no sooner than in the trace. Raises ValueError with the line."""
+    sessions: dict[object, list[tuple[float, int, int]]] = defaultdict(list)
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            at, prompt, output = float(entry["at"]), int(entry["prompt"]), int(entry["output"])
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"{path} line {number} is not {{\"at\": s, \"prompt\": n, \"output\": n}}: {e}") from e
+        if prompt < 1 or output < 1 or not at >= 0:
+            raise ValueError(f"{path} line {number}: tokens are 1 or more, times 0 or more")
+        sessions[entry.get("session", ("line", number))].append((at, prompt, output))
+    if not sessions:
+        raise ValueError(f"{path} holds no request")
+    return sorted(_talk(sorted(entries)) for entries in sessions.values())
+
+
+def _talk(entries: Sequence[tuple[float, int, int]]) -> Talk:
+    before = [entries[0][0], *(at for at, _, _ in entries[:-1])]
+    return Talk(entries[0][0], tuple(Turn(prompt, output, at - last)
+                                     for (at, prompt, output), last in zip(entries, before, strict=True)))
+
+
+def thinned(talks: Sequence[Talk], replicas: int) -> list[Talk]:
+    """Every so many-th conversation: what one of several replicas gets of a trace."""
+    return list(talks[::replicas])

@@ -1,0 +1,92 @@
+"""A plan as plain data, and as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from stretto.plan.hardware import engine_origin
+from stretto.plan.load import Load
+from stretto.plan.options import Option, Question
+
+
+def as_data(question: Question, options: Sequence[Option]) -> dict[str, Any]:
+    """JSON-ready: seconds, tokens, bytes."""
+    shape, hardware, load = question.shape, question.hardware, question.load
+    return {
+        "model": {"name": shape.name, "weight_bytes": shape.weight_bytes, "kv_token_bytes": shape.kv_token_bytes},
+        "hardware": {"name": hardware.name, "memory": hardware.memory, "read": hardware.read,
+                     "multiply": hardware.multiply, "from": hardware.origin},
+        "engine": engine_origin(), "load": describe(load),
+        "goals": {"first_token_p99": question.goals.first, "between_tokens_p99": question.goals.between},
+        "headroom": question.headroom,
+        "options": [_entry(option) for option in options]}
+
+
+def describe(load: Load | Sequence[object]) -> str:
+    return str(load) if isinstance(load, Load) else f"a trace of {len(load)} conversations"
+
+
+def _entry(option: Option) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "fits": option.fits, "devices": option.devices, "replicas": option.replicas,
+        "tensor_parallel_size": option.ranks, "chunk_size": option.schedule.chunk,
+        "max_num_batched_tokens": option.schedule.budget, "kv_tokens": option.kv_tokens,
+        "per_replica": option.per_replica, "limit": option.limit}
+    if (outcome := option.outcome) is not None:
+        entry |= {"first_token": {f"p{int(100 * q)}": outcome.first_token(q) for q in (0.5, 0.99)},
+                  "between_tokens": {f"p{int(100 * q)}": outcome.between(q) for q in (0.5, 0.99)},
+                  "output_tokens_per_second": outcome.output_rate * option.replicas,
+                  "cached_share": outcome.cached_tokens / max(outcome.prompt_tokens, 1), "busy": outcome.load}
+    return entry
+
+
+def render(question: Question, options: Sequence[Option]) -> RenderableType:
+    shape, hardware, load = question.shape, question.hardware, question.load
+    unit = load.unit if isinstance(load, Load) else "conversations"
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("model", f"{shape.name}: {shape.weight_bytes / 1e9:.1f} GB of weights,"
+                           f" {shape.kv_token_bytes / 1e3:.0f} kB of KV a token")
+    facts.add_row("GPU", f"{hardware.name}: {hardware.memory / 1e9:.0f} GB, {hardware.read / 1e12:.2f} TB/s,"
+                         f" {hardware.multiply / 1e12:.0f} TFLOP/s ({hardware.origin})")
+    facts.add_row("load", describe(load))
+    facts.add_row("goals", f"99 of 100: first token within {1e3 * question.goals.first:.0f} ms, the next within"
+                           f" {1e3 * question.goals.between:.0f} ms; {question.headroom:.0%} of what a replica bears")
+    table = Table(box=None, padding=(0, 1), pad_edge=False, show_edge=False)
+    for title in ("GPUs", "of", "chunk", "KV", f"bears\n{unit}", "first, ms\np50  p99", "next, ms\np50  p99",
+                  "tokens/s"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("breaks first", overflow="fold")
+    for option in best_of_each(options):
+        table.add_row(*_cells(option), style="" if option.fits else "dim")
+    return Group(facts, table, Text(_advice(options)))
+
+
+def best_of_each(options: Sequence[Option]) -> list[Option]:
+    """The best schedule of every grouping, in the order that they have."""
+    return list({option.ranks: option for option in reversed(options)}.values())[::-1]
+
+
+def _cells(option: Option) -> list[str]:
+    outcome = option.outcome
+    kv = f"{option.kv_tokens / 1e3:,.0f}k"
+    if outcome is None:
+        return ["-", str(option.ranks), "", kv, "-", "-", "-", "-", option.limit]
+    first, between = ([1e3 * of(q) for q in (0.5, 0.99)] for of in (outcome.first_token, outcome.between))
+    return [f"{option.devices:,}", f"{option.replicas:,} x {option.ranks}", str(option.schedule.chunk), kv,
+            f"{option.per_replica:,.3g}", f"{first[0]:,.0f}  {first[1]:,.0f}", f"{between[0]:.1f}  {between[1]:.1f}",
+            f"{outcome.output_rate * option.replicas:,.0f}", option.limit.partition(":")[0]]
+
+
+def _advice(options: Sequence[Option]) -> str:
+    best = options[0]
+    if not best.fits:
+        return "nothing fits"
+    parallel = f" --tensor-parallel-size {best.ranks}" if best.ranks > 1 else ""
+    return f"{best.replicas:,} x stretto serve MODEL{parallel} {best.schedule.flags}"

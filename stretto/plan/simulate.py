@@ -1,0 +1,263 @@
+"""One replica under a load, step by step: what its requests see. A discrete-event simulation over the engine's own cost
+model (host/cost.py).
+
+    arrive -> wait for a place -> prompt in chunks, beside the others' tokens -> a token a step -> think -> next turn
+
+As the engine does: whoever arrives while a step runs is in the step after the next (one step is planned ahead); a step
+holds the running rows, then chunks of prompts up to its budget, in the order of arrival; KV that is only kept for a
+next turn makes room, the longest idle first, and a turn whose history has gone computes it again. A request is admitted
+when its whole length fits, where the engine would start it and put somebody back if need be. Steps between two events
+that are alike are taken together, since their cost grows evenly with the contexts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stretto.host.cost import CostModel, StepWork
+from stretto.plan.load import Talk
+
+
+@dataclass(frozen=True)
+class Replica:
+    """`kv_tokens`: cells of KV memory. `seats`, `budget`, `chunk`: rows at once, tokens of a step, of a prompt in it.
+    `overhead`: seconds of the server before a first token (HTTP, tokenizer)."""
+
+    cost: CostModel
+    kv_tokens: int
+    seats: int
+    budget: int
+    chunk: int
+    overhead: float = 0.002
+    shared: int = 0  # tokens at every conversation's beginning that the prefix cache has
+
+
+@dataclass
+class Outcome:
+    """Times in seconds. `gaps`: (seconds, how many) between tokens. `waited`: of the seconds to the first token those
+    before admission."""
+
+    first: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    gaps: list[tuple[float, int]] = field(default_factory=list)
+    seconds: float = 0.0
+    busy: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    turns: int = 0
+    most_kv: int = 0
+    blocked_by_kv: float = 0.0  # seconds in which somebody waited for cells, not for a place
+    late: float = 0.0  # seconds from the last arrival of a conversation to the end of the last answer
+
+    def first_token(self, share: float) -> float:
+        return float(np.quantile(self.first, share)) if self.first else 0.0
+
+    def between(self, share: float) -> float:
+        if not self.gaps:
+            return 0.0
+        seconds, counts = np.asarray([g for g, _ in self.gaps]), np.asarray([n for _, n in self.gaps])
+        order = np.argsort(seconds)
+        reached = np.cumsum(counts[order])
+        return float(seconds[order][np.searchsorted(reached, share * reached[-1])])
+
+    @property
+    def output_rate(self) -> float:
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def load(self) -> float:
+        """Share of the time in which steps ran."""
+        return self.busy / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class _Request:
+    talk: int
+    turn: int
+    arrived: float
+    history: int  # tokens before this turn's prompt
+    prompt: int
+    output: int
+    left: int = 0  # tokens of the prompt not yet computed
+    context: int = 0  # cells
+    admitted: float = 0.0
+
+    @property
+    def length(self) -> int:
+        return self.history + self.prompt + self.output
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, replica: Replica, talks: Sequence[Talk]):
+        self._replica, self._talks = replica, talks
+        self._arrivals = [(talk.at, index, 0, 0) for index, talk in enumerate(talks)]  # at, talk, turn, history
+        heapq.heapify(self._arrivals)
+        self._waiting: deque[_Request] = deque()
+        self._filling: deque[_Request] = deque()  # their prompts are being computed
+        self._ends: list[tuple[int, int, _Request]] = []  # (decode steps at which it ends, tie, request)
+        self._decoded = 0  # decode steps so far
+        self._contexts = 0  # cells of the rows that decode
+        self._reserved = 0  # cells of admitted requests
+        self._idle: OrderedDict[int, int] = OrderedDict()  # talk -> cells kept for its next turn
+        self._idle_cells = 0
+        self._now = 0.0
+        self._seen = 0.0  # arrivals up to here may be in the next step
+        self._ties = 0
+        self.outcome = Outcome()
+
+    def run(self) -> Outcome:
+        while self._arrivals or self._waiting or self._filling or self._ends:
+            if not (self._waiting or self._filling or self._ends):
+                self._now = max(self._now, self._arrivals[0][0])
+                self._seen = self._now
+            self._arrive()
+            self._admit()
+            if self._filling:
+                self._mixed_step()
+            elif self._ends:
+                self._decode_steps()
+            else:  # everybody waits for what has yet to arrive
+                self._seen = self._now = max(self._now, self._arrivals[0][0])
+        self.outcome.seconds = self._now
+        self.outcome.late = self._now - max((talk.at for talk in self._talks), default=0.0)
+        return self.outcome
+
+    # ---------------------------------------------------------------------------------------------------- arrival
+    def _arrive(self) -> None:
+        while self._arrivals and self._arrivals[0][0] <= self._seen:
+            at, talk, turn, history = heapq.heappop(self._arrivals)
+            wanted = self._talks[talk].turns[turn]
+            self._waiting.append(_Request(talk, turn, at, history, wanted.prompt, wanted.output))
+
+    def _admit(self) -> None:
+        replica = self._replica
+        while self._waiting and self._seats_left():
+            request = self._waiting[0]
+            kept = self._idle.pop(request.talk, 0)
+            self._idle_cells -= kept
+            if not self._make_room(request.length):
+                if kept:
+                    self._keep(request.talk, kept)
+                return
+            self._waiting.popleft()
+            self._reserved += request.length
+            cached = max(kept, min(replica.shared, request.history + request.prompt - 1) if self.outcome.turns else 0)
+            request.context = cached
+            request.left = request.history + request.prompt - cached
+            request.admitted = self._now
+            self._filling.append(request)
+            self.outcome.turns += 1
+            self.outcome.prompt_tokens += request.history + request.prompt
+            self.outcome.cached_tokens += cached
+            self.outcome.most_kv = max(self.outcome.most_kv, self._reserved + self._idle_cells)
+
+    def _make_room(self, cells: int) -> bool:
+        """Idle conversations give way, the longest idle first. A request that is longer than the memory runs alone."""
+        while self._idle and self._reserved + self._idle_cells + cells > self._replica.kv_tokens:
+            self._idle_cells -= self._idle.popitem(last=False)[1]
+        return self._reserved + cells <= self._replica.kv_tokens or not self._reserved
+
+    def _keep(self, talk: int, cells: int) -> None:
+        self._idle[talk] = cells
+        self._idle_cells += cells
+
+    # ------------------------------------------------------------------------------------------------------ steps
+    def _mixed_step(self) -> None:
+        replica, rows = self._replica, len(self._ends)
+        room, tokens, context, pairs = max(replica.budget - rows, 1), 0, self._contexts, 0
+        chunks: list[tuple[_Request, int]] = []
+        for request in self._filling:
+            size = min(request.left, replica.chunk, room - tokens)
+            if size <= 0:
+                break
+            chunks.append((request, size))
+            tokens += size
+            context += request.context + size
+            pairs += size * request.context + size * (size + 1) // 2
+        seconds = replica.cost.seconds(StepWork(rows + len(chunks), rows + tokens, context, pairs))
+        self._pass(seconds, 1)
+        self._grow(1)
+        for request, size in chunks:
+            request.left -= size
+            request.context += size
+            if not request.left:
+                self._filling.remove(request)
+                self._first_token(request)
+
+    def _decode_steps(self) -> None:
+        """Steps until a row ends, or somebody arrives: seconds of the i-th are `first + i * more`."""
+        rows, cost = len(self._ends), self._replica.cost
+        most = self._ends[0][0] - self._decoded
+        first = cost.seconds(StepWork(rows, rows, self._contexts))
+        more = max(cost.seconds(StepWork(rows, rows, self._contexts + rows * most)) - first, 0.0) / most
+        count = most
+        if self._arrivals and self._seats_left():
+            count = min(most, 1 + _steps_until(self._arrivals[0][0] - self._now, first, more))
+        self._pass(count * first + more * count * (count - 1) / 2, count)
+        self._grow(count)
+
+    def _seats_left(self) -> bool:
+        return len(self._filling) + len(self._ends) < self._replica.seats
+
+    def _pass(self, seconds: float, steps: int) -> None:
+        """Time of some steps; the next is planned when the last of them starts."""
+        if self._waiting and self._seats_left():
+            self.outcome.blocked_by_kv += seconds
+        self._seen = self._now + seconds * (steps - 1) / steps
+        self._now += seconds
+        self.outcome.busy += seconds
+        if self._ends:
+            self.outcome.gaps.append((seconds / steps, steps * len(self._ends)))
+            self.outcome.output_tokens += steps * len(self._ends)
+
+    def _grow(self, steps: int) -> None:
+        self._decoded += steps
+        self._contexts += steps * len(self._ends)
+        while self._ends and self._ends[0][0] <= self._decoded:
+            _, _, request = heapq.heappop(self._ends)
+            self._contexts -= request.history + request.prompt + request.output - 1
+            self._end(request)
+
+    def _first_token(self, request: _Request) -> None:
+        outcome = self.outcome
+        outcome.first.append(self._now - request.arrived + self._replica.overhead)
+        outcome.waited.append(request.admitted - request.arrived)
+        outcome.output_tokens += 1
+        if request.output == 1:
+            self._end(request)
+            return
+        self._ties += 1
+        self._contexts += request.history + request.prompt
+        heapq.heappush(self._ends, (self._decoded + request.output - 1, self._ties, request))
+
+    def _end(self, request: _Request) -> None:
+        self._reserved -= request.length
+        turns = self._talks[request.talk].turns
+        if request.turn + 1 < len(turns):
+            following = turns[request.turn + 1]
+            if not following.fresh:
+                self._keep(request.talk, request.length - 1)
+            heapq.heappush(self._arrivals, (self._now + following.think, request.talk, request.turn + 1,
+                                            0 if following.fresh else request.length))
+
+
+def _steps_until(seconds: float, first: float, more: float) -> int:
+    """How many steps have ended, or run, when so many seconds have passed; the i-th takes first + i * more."""
+    if seconds <= 0:
+        return 0
+    if more <= 1e-15:
+        return int(seconds / first) + 1
+    half = first - more / 2
+    return int((-half + (half * half + 2 * more * seconds) ** 0.5) / more) + 1
+
+
+def simulate(replica: Replica, talks: Sequence[Talk]) -> Outcome:
+    return Simulation(replica, talks).run()

@@ -1,0 +1,229 @@
+"""The simulation and the options: what must hold for any load, whatever the figures are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.cli.main import run_app
+from stretto.host.cost import CostModel, StepWork
+from stretto.plan.hardware import Hardware, engine, find_hardware, known_hardware
+from stretto.plan.load import Lengths, Load, Talk, Turn, parse_load, read_trace
+from stretto.plan.options import Goals, Option, Question, kv_room, plan
+from stretto.plan.report import as_data
+from stretto.plan.shapes import find_shape, known_shapes
+from stretto.plan.simulate import Replica, _steps_until, simulate
+from stretto.plan.steps import Steps
+
+SMALL = find_shape("qwen3-0.6b")
+ONE = replace(find_hardware("l4"), node=1)
+
+
+def flat_cost(fixed: float = 0.01, token: float = 1e-4, cell: float = 1e-7) -> CostModel:
+    works = [StepWork(n, n, n * c) for n in (1, 8, 64, 512) for c in (1, 1000)]
+    return CostModel([(w, fixed + token * w.tokens + cell * w.context) for w in works], 512)
+
+
+# ---------------------------------------------------------------------------------------------------------- simulation
+turns = st.builds(Turn, prompt=st.integers(1, 900), output=st.integers(1, 40), think=st.floats(0, 2))
+talks = st.lists(st.builds(Talk, at=st.floats(0, 5), turns=st.lists(turns, min_size=1, max_size=4).map(tuple)),
+                 min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(talks=talks, kv=st.integers(500, 20_000), seats=st.integers(1, 8), chunk=st.sampled_from([64, 512]))
+def test_every_token_of_every_turn_comes_once(talks: list[Talk], kv: int, seats: int, chunk: int):
+    outcome = simulate(Replica(flat_cost(), kv, seats, 512, chunk), talks)
+    every = [turn for talk in talks for turn in talk.turns]
+    assert outcome.output_tokens == sum(turn.output for turn in every)
+    assert len(outcome.first) == outcome.turns == len(every) and min(outcome.first) > 0
+    assert sum(n for _, n in outcome.gaps) == outcome.output_tokens - len(every)
+    assert outcome.busy <= outcome.seconds + 1e-9
+    longest = max(sum(turn.prompt + turn.output for turn in talk.turns) for talk in talks)
+    assert outcome.most_kv <= max(kv, longest)
+    assert 0 <= outcome.cached_tokens <= outcome.prompt_tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(seconds=st.floats(0, 5), first=st.floats(1e-3, 0.1), more=st.floats(0, 1e-3))
+def test_steps_taken_together_are_as_many_as_one_by_one(seconds: float, first: float, more: float):
+    passed, count = 0.0, 0
+    while passed < seconds:
+        passed += first + more * count
+        count += 1
+    assert abs(_steps_until(seconds, first, more) - count) <= 1
+
+
+def test_a_request_alone_takes_the_steps_of_its_tokens():
+    cost = flat_cost()
+    outcome = simulate(Replica(cost, 10_000, 4, 512, 512, overhead=0.0), [Talk(3.0, (Turn(800, 3),))])
+    chunks = cost.seconds(StepWork(1, 512, 512, 512 * 513 // 2)) + cost.seconds(
+        StepWork(1, 288, 800, 288 * 512 + 288 * 289 // 2))
+    assert outcome.first == [pytest.approx(chunks)]
+    assert outcome.between(0.5) == pytest.approx(cost.seconds(StepWork(1, 1, 801)), rel=1e-2)
+
+
+def test_a_next_turn_finds_its_history_where_there_is_room():
+    talk = Talk(0.0, (Turn(400, 10), Turn(20, 10, think=1.0)))
+    other = Talk(0.2, (Turn(400, 10),))
+    roomy = simulate(Replica(flat_cost(), 2000, 4, 512, 512), [talk, other])
+    tight = simulate(Replica(flat_cost(), 450, 4, 512, 512), [talk, other])
+    assert roomy.cached_tokens == 409 and tight.cached_tokens == 0
+    assert roomy.first[-1] < tight.first[-1]
+    fresh = simulate(Replica(flat_cost(), 2000, 4, 512, 512), [Talk(0.0, (Turn(400, 10), Turn(20, 10, 1.0, True)))])
+    assert fresh.cached_tokens == 0 and fresh.prompt_tokens == 420
+
+
+def test_decoding_goes_on_beside_prompts():
+    """A long prompt costs those that run a longer step each, and never a pause of the whole prompt."""
+    running, long = Talk(0.0, (Turn(10, 200),)), Talk(0.5, (Turn(8000, 1),))
+    cost = flat_cost()
+    outcome = simulate(Replica(cost, 20_000, 4, 513, 512), [running, long])
+    assert outcome.between(1.0) <= 1.3 * cost.seconds(StepWork(2, 513, 8300)) < 0.2 * outcome.first[-1]
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+def question(load: Load, hardware: Hardware = ONE, **changes) -> Question:
+    return Question(SMALL, hardware, engine(), load, Goals(1.0, 0.1), **changes)
+
+
+def load(rate: float, **changes) -> Load:
+    return Load(Lengths(300, 600), Lengths(50, 100), rate=rate, **changes)
+
+
+def devices(options: list[Option]) -> int:
+    assert options[0].fits
+    return options[0].devices
+
+
+def test_more_load_never_needs_fewer_devices():
+    counts = [devices(plan(question(load(rate)))) for rate in (0.1, 60, 1e6)]
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] > 10_000
+
+
+def test_a_better_device_is_never_needed_more_often():
+    better = replace(ONE, read=2 * ONE.read, multiply=2 * ONE.multiply, memory=2 * ONE.memory)
+    assert devices(plan(question(load(200), better))) <= devices(plan(question(load(200))))
+
+
+def test_less_headroom_and_softer_goals_need_no_more():
+    asked = question(load(100))
+    assert devices(plan(replace(asked, headroom=1.0, goals=Goals(10.0, 1.0)))) <= devices(plan(asked))
+
+
+def test_the_prediction_keeps_the_goals():
+    best = plan(question(load(60)))[0]
+    assert best.outcome is not None and best.limit
+    assert best.outcome.first_token(0.99) <= 1.0 and best.outcome.between(0.99) <= 0.1
+
+
+def test_one_user_needs_one_device_and_sees_bare_speed():
+    best = plan(question(Load(Lengths(100, 100), Lengths(50, 50), users=1, turns=3, think=1.0)))[0]
+    assert best.outcome is not None and best.replicas == 1
+    steps = Steps(SMALL, ONE, engine())
+    assert best.outcome.between(0.5) == pytest.approx(steps.seconds(StepWork(1, 1, 300)), rel=0.1)
+
+
+def test_several_devices_share_what_one_cannot_hold():
+    big, node = find_shape("llama-3.1-70b"), replace(find_hardware("h100"), node=8)
+    found = plan(Question(big, node, engine(), load(1), Goals()))
+    refused = {option.ranks: option.limit for option in found if not option.fits}
+    assert "memory" in refused[1] and 1 < found[0].ranks <= 4
+    assert kv_room(big, node, 8, 256) > kv_room(big, node, 4, 256) > 0 > kv_room(big, node, 1, 256)
+
+
+def test_devices_that_cannot_share_a_model_are_named():
+    shape = find_shape("smollm2-135m")  # 9 heads, 3 KV heads
+    found = plan(Question(shape, find_hardware("l4"), engine(), load(1), Goals()))
+    assert {option.ranks for option in found if option.fits} == {1}
+    assert all("9 heads" in option.limit for option in found if not option.fits)
+
+
+def test_a_trace_is_planned_too(tmp_path: Path):
+    path = tmp_path / "trace.jsonl"
+    lines = [{"at": i * 0.05, "prompt": 400, "output": 60, "session": i % 150} for i in range(600)]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    trace = read_trace(path)
+    assert len(trace) == 150 and all(len(talk.turns) == 4 for talk in trace)
+    assert trace[0].turns[1].think == pytest.approx(7.5)
+    found = plan(Question(SMALL, ONE, engine(), trace, Goals(1.0, 0.05)))
+    assert found[0].fits and found[0].replicas >= 1
+    twice = sorted([*trace, *trace])
+    assert devices(plan(Question(SMALL, ONE, engine(), twice, Goals(1.0, 0.05)))) >= devices(found)
+
+
+def test_the_catalogue_and_the_shapes_are_whole():
+    for name in known_hardware():
+        hardware = find_hardware(name)
+        assert 0.2e12 < hardware.read < 20e12 and 20e12 < hardware.multiply < 5e15 and hardware.memory > 2e10
+    weights = {name: find_shape(name).weight_bytes for name in known_shapes()}
+    assert weights["llama-3.1-8b"] == pytest.approx(16.06e9, rel=0.01)
+    assert weights["qwen3-30b-a3b"] == pytest.approx(61.1e9, rel=0.01)
+    assert find_shape("llama-3.1-8b", weight_bits=4).weight_bytes < 0.4 * weights["llama-3.1-8b"]
+    assert find_shape("llama-3.1-8b", kv_bits=8).kv_token_bytes == 65536
+
+
+@pytest.mark.parametrize("text, why", [
+    ("prompt=5", "lacks output"), ("rate=1,prompt=5,output=x", "x"), ("rate=1,users=2,prompt=1,output=1", "either"),
+    ("rate=0,prompt=1,output=1", "above 0"), ("speed=1,prompt=1,output=1", "no part of a load"),
+    ("rate=1,prompt=9..3,output=1", "LEAST..MOST"), ("rate=nan,prompt=1,output=1", "above 0")])
+def test_bad_loads_say_why(text: str, why: str):
+    with pytest.raises(ValueError, match=why):
+        parse_load(text)
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+class Lines:
+    def __init__(self):
+        self.text = ""
+
+    def print(self, line: str, **_: object) -> None:
+        self.text += line + "\n"
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    errors = Lines()
+    return run_app(["plan", *arguments], {}, errors), errors.text  # type: ignore[arg-type]
+
+
+ASKED = ("--load", "rate=2,prompt=300,output=50", "--gpus-per-host", "1")
+
+
+def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str]):
+    assert command("qwen3-0.6b", "--hw", "l4", *ASKED)[0] == 0
+    shown = capsys.readouterr().out
+    assert "tokens/s" in shown and "1 x stretto serve MODEL" in shown
+    assert command("Qwen/Qwen3-0.6B", "--hw", "l4", *ASKED, "--json")[0] == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["options"][0]["devices"] == 1 and told["options"][0]["first_token"]["p99"] <= 2.0
+    assert told == as_data(*_same())
+
+
+def _same() -> tuple[Question, list[Option]]:
+    asked = Question(SMALL, replace(ONE, origin="as given"), engine(), parse_load(ASKED[1]), Goals())
+    return asked, plan(asked)
+
+
+def test_exit_code_where_nothing_fits(capsys: pytest.CaptureFixture[str]):
+    assert command("llama-3.1-70b", "--hw", "l4", *ASKED)[0] == 3
+    assert "nothing fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, why", [
+    (("no-such-model", *ASKED), "no sizes of 'no-such-model'"), (("qwen3-0.6b", "--hw", "tpu", *ASKED), "catalogue"),
+    (("qwen3-0.6b", "--load", "nothing"), "neither a file"), (("qwen3-0.6b", *ASKED, "--headroom", "2"), "headroom"),
+    (("qwen3-0.6b", *ASKED, "--weight-bits", "3"), "3 bits")])
+def test_bad_arguments_are_told(arguments: tuple[str, ...], why: str):
+    code, told = command(*arguments)
+    assert code == 2 and why in told
+
+
+def test_a_device_of_ones_own(capsys: pytest.CaptureFixture[str]):
+    own = ("--hw", "mine", "--memory", "24GB", "--read-tb-s", "0.5", "--tflops", "80")
+    assert command("qwen3-0.6b", *own, *ASKED, "--json")[0] == 0
+    assert json.loads(capsys.readouterr().out)["hardware"]["read"] == 0.5e12
