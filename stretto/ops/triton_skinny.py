@@ -147,11 +147,12 @@ def _finish(acc, bias, out, tokens, rows, m, n, after, weighted, squares, tile, 
 
 
 @triton.jit(do_not_specialize=["m", "parts", "eps"])
-def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, before, after, weighted, squares, m, n, inputs,
-                    x_stride, parts, eps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-                    STAGES: tl.constexpr, AHEAD: tl.constexpr, PIECE: tl.constexpr, BIAS: tl.constexpr,
-                    GATED: tl.constexpr, ADD: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
-                    COPIES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, before, after, weighted, squares, m, n,
+                    inputs, x_stride, parts, eps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                    SPLIT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PIECE: tl.constexpr,
+                    BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BEFORE: tl.constexpr,
+                    AFTER: tl.constexpr, COPIES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+                    UPCAST: tl.constexpr):
     """out[m, n] (+)= x[m, inputs] W^T for m <= BM. The weights are the left operand: tiles [BN, BK] x [BK, BM].
 
     SPLIT programs share the inputs of a tile of outputs; the last to arrive adds their sums, in order of the parts.
