@@ -22,8 +22,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"), "drafter": ("", *(f"drafter {name}" for name in DRAFTERS)),
     "session": ("", "session: tag", "session: append"),
     **{name: ("", name) for name in ("mixed chunk", "overlap", "retraction", "abort", "prefix cache", "host memory",
-                                     "FP8 KV cache", "window", "logprobs", "prompt logprobs", "penalties", "seed", "grammar", "n > 1",
-                                     "streaming", "logit processor", "LoRA adapter", "elastic speculation")}}
+                                     "FP8 KV cache", "window", "logprobs", "prompt logprobs", "penalties", "seed",
+                                     "grammar", "n > 1", "streaming", "logit processor", "LoRA adapter", "elastic speculation")}}
 RANDOM = 120  # further cells of the whole product
 
 
