@@ -1,0 +1,161 @@
+"""Ranks that torchrun starts, with two of its agents on one host: rank 0 serves, the other follows; either may die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from stretto.compat import ConfigError
+from stretto.config import Config, ParallelSection, ServeSection
+from stretto.engine.launch import Launch, check_launch
+from tests.engine.small import VOCAB, Oracle, save_tiny
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
+            "MASTER_PORT": "29500"}
+
+
+def test_what_torchrun_says():
+    launch = Launch.of_environment(TORCHRUN)
+    assert launch is not None and (launch.rank, launch.ranks, launch.local_rank, launch.one_host) == (1, 4, 1, False)
+    assert Launch.of_environment({}) is None and Launch.of_environment(TORCHRUN | {"WORLD_SIZE": "1"}) is None
+    with pytest.raises(ConfigError, match="RANK=x does not work with torchrun's variables"):
+        Launch.of_environment(TORCHRUN | {"RANK": "x"})
+
+
+def test_as_many_processes_as_ranks():
+    launch = Launch.of_environment(TORCHRUN)
+    assert launch is not None
+    check_launch(Config(parallel=ParallelSection(tensor_parallel_size=4)), launch)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 1 does not work with WORLD_SIZE=4"):
+        check_launch(Config(), launch)
+    with pytest.raises(ConfigError, match="--replicas 2 does not work with WORLD_SIZE=4"):
+        check_launch(Config(parallel=ParallelSection(tensor_parallel_size=4), serve=ServeSection(replicas=2)), launch)
+
+
+# ------------------------------------------------------------------------------------------------------------- for real
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class Hosts:
+    """Two agents of torchrun, each of which stands for a host, and the server that rank 0 is."""
+
+    def __init__(self, folder: Path, logs: Path):
+        self.port, self.logs = free_port(), [logs / f"host{host}.log" for host in range(2)]
+        meet = f"localhost:{free_port()}"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+                   "--rdzv-backend", "c10d", "--rdzv-endpoint", meet, "--rdzv-id", "test", "-m", "stretto", "serve",
+                   str(folder), "--tensor-parallel-size", "2", "--device", "cpu", "--port", str(self.port),
+                   "--kv-tokens", "2048", "--max-model-len", "200", "--dtype", "float32"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+        self.agents = [subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT,
+                                        env=environment | {"OMP_NUM_THREADS": "1"}) for log in self.logs]
+
+    def ask(self, path: str, body: dict | None = None) -> dict:
+        data = None if body is None else json.dumps(body).encode()
+        call = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(call, timeout=60) as answer:
+            return json.load(answer)
+
+    def until_ready(self, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self.ask("/readyz")
+                return
+            except (OSError, urllib.error.HTTPError):
+                assert time.monotonic() < deadline, "\n".join(log.read_text()[-3000:] for log in self.logs)
+                assert all(agent.poll() is None for agent in self.agents), [log.read_text() for log in self.logs]
+                time.sleep(0.2)
+
+    def complete(self, prompt: list[int], tokens: int) -> list[int]:
+        body = {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        text = self.ask("/v1/completions", body)["choices"][0]["text"]
+        return [int(word.removeprefix("w")) for word in text.split()]
+
+    def workers(self) -> list[psutil.Process]:
+        """The two processes that torchrun has started: the server, and the one that follows it."""
+        found = [process for agent in self.agents for process in psutil.Process(agent.pid).children()
+                 if "stretto" in process.cmdline()]
+        return sorted(found, key=lambda process: process.environ()["RANK"])
+
+    def close(self) -> None:
+        for agent in self.agents:
+            agent.send_signal(signal.SIGTERM)
+        for agent in self.agents:
+            try:
+                agent.wait(40)
+            except subprocess.TimeoutExpired:
+                agent.kill()
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hosts, Oracle]]:
+    folder = tmp_path_factory.mktemp("hosts") / "model"
+    folder.mkdir()
+    oracle = Oracle(None, save_tiny(folder, "llama"))  # type: ignore[arg-type]
+    Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    made = Hosts(folder, folder.parent)
+    try:
+        made.until_ready()
+        yield made, oracle
+    finally:
+        made.close()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_two_hosts_answer_as_one_and_live_through_the_death_of_a_rank(hosts: tuple[Hosts, Oracle]):
+    made, oracle = hosts
+    prompt = [5, 9, 2, 7, 1, 30]
+    assert made.complete(prompt, 16) == oracle.answer(prompt, 16)
+
+    server, follower = made.workers()
+    (rank,) = [child for child in follower.children() if "spawn_main" in " ".join(child.cmdline())]
+    rank.kill()  # the process that computes; its parent joins the next engine
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:  # nobody asks anything: the engine finds out by itself
+        try:
+            made.ask("/readyz")
+            time.sleep(0.1)
+        except urllib.error.HTTPError as e:
+            assert e.code == 503
+            break
+    else:
+        raise AssertionError("the engine does not notice that a rank has died")
+    with pytest.raises(urllib.error.HTTPError) as told:
+        made.complete(prompt, 4)
+    assert told.value.code == 503
+    made.until_ready()
+    assert made.complete(prompt, 16) == oracle.answer(prompt, 16)
+    assert "rank 1 has died" in "".join(log.read_text() for log in made.logs)
+
+    (engine,) = [child for child in server.children() if "spawn_main" in " ".join(child.cmdline())]
+    engine.kill()  # rank 0's: the follower comes to the next one
+    time.sleep(1)
+    made.until_ready()
+    assert made.complete(prompt, 16) == oracle.answer(prompt, 16)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_a_stop_of_all_hosts_leaves_no_process(hosts: tuple[Hosts, Oracle]):
+    made, _ = hosts
+    family = [process for agent in made.agents for process in psutil.Process(agent.pid).children(recursive=True)]
+    made.close()
+    assert family and not psutil.wait_procs(family, timeout=20)[1]
