@@ -175,9 +175,9 @@ class Turns(Elastic):
         before, self.now = self.now, self.policies[name]
         self.now._drafted = before._drafted
 
-    def seated(self, slot: int, who: object) -> None:
+    def seated(self, slot: int, who: object, sampled: bool = False) -> None:
         for policy in self.policies.values():
-            policy.seated(slot, who)  # type: ignore[arg-type]
+            policy.seated(slot, who, sampled)  # type: ignore[arg-type]
 
     def expect(self, chance: np.ndarray) -> None:
         self.table = 1 + np.concatenate([np.zeros((len(chance), 1)),

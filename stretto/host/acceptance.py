@@ -2,7 +2,8 @@
 
     survival[i, j] = P(row i is offered draft j) * P(accepted | offered, all before it accepted), multiplied up to j
 
-A row that has been verified often speaks for itself; a new one is believed to be like the others. How much a row's own
+A row that has been verified often speaks for itself; a new one is believed to be like the others of its kind: greedy
+rows accept more than those that sample. How much a row's own
 counts say depends on how different rows are, which is estimated, too (empirical Bayes, as in Efron and Morris 1973):
 where all are alike, whoever was lucky lately would otherwise get the drafts. No torch here.
 """
@@ -32,12 +33,14 @@ class Acceptance:
         self._spread = FIRST_GUESS * (1 - FIRST_GUESS) / WEIGHT  # variance of true acceptance between rows
         self._weight = WEIGHT
         self._offered = np.ones((n_slots, width))  # share of the steps in which a draft stood there, though it might
-        self._all_tried = np.zeros(width)
-        self._all_passed = np.zeros(width)
+        self._kind = np.zeros(n_slots, dtype=np.int64)  # 0 greedy, 1 sampled
+        self._all_tried = np.zeros((2, width))  # of each kind
+        self._all_passed = np.zeros((2, width))
         self._all_offered = np.ones(width)
 
-    def forget(self, slot: int) -> None:
-        """The slot has a new occupant, of whom nothing is known."""
+    def forget(self, slot: int, sampled: bool = False) -> None:
+        """The slot has a new occupant, of whom nothing is known but how it samples."""
+        self._kind[slot] = sampled
         self._tried[slot] = self._passed[slot] = self._squares[slot] = 0.0
         self._offered[slot] = self._all_offered
 
@@ -63,24 +66,30 @@ class Acceptance:
         passed = tried & (places < accepted[:, None])
         self._tried[slots] += tried
         self._passed[slots] += passed
-        keep = ALL_MEMORY ** int(tried.any(1).sum())  # at every place: what was not tried for long fades
-        self._all_tried = keep * self._all_tried + tried.sum(0)
-        self._all_passed = keep * self._all_passed + passed.sum(0)
+        for kind in range(2):
+            own = self._kind[slots] == kind
+            keep = ALL_MEMORY ** int(tried[own].any(1).sum())  # at every place: what was not tried for long fades
+            self._all_tried[kind] = keep * self._all_tried[kind] + tried[own].sum(0)
+            self._all_passed[kind] = keep * self._all_passed[kind] + passed[own].sum(0)
         if self.width:
             self._squares[slots] += tried[:, 0]
             self._compare(slots)
 
     def _compare(self, slots: np.ndarray) -> None:
-        """How different rows are: the variance of their rates at the first place, less what chance alone makes."""
+        """How different rows of a kind are: the variance of their rates at the first place, less what chance alone
+        makes."""
         slots = slots[self._tried[slots, 0] >= LEAST_TRIED]
-        if len(slots) < 2:
+        tried, passed, kinds = self._tried[slots, 0], self._passed[slots, 0], self._kind[slots]
+        counts, sums = np.bincount(kinds, minlength=2), np.bincount(kinds, tried, 2)
+        free = len(slots) - int((counts > 0).sum())  # degrees of freedom
+        if free < 1:
             return
-        tried, passed = self._tried[slots, 0], self._passed[slots, 0]
-        mean = passed.sum() / tried.sum()
-        chance = mean * (1 - mean) * (self._squares[slots] / tried**2).mean()
-        found = ((passed / tried - mean) ** 2).sum() / (len(slots) - 1) - chance
-        self._spread += COMPARING * len(slots) / (len(slots) + 16) * (found - self._spread)
-        self._weight = min(max(mean * (1 - mean) / max(self._spread, 1e-9), LEAST_WEIGHT), MOST_WEIGHT)
+        mean = (np.bincount(kinds, passed, 2) / np.maximum(sums, 1e-9))[kinds]
+        alone = mean * (1 - mean)  # variance of one draft
+        chance = float((alone * self._squares[slots] / tried**2).mean())
+        found = float(((passed / tried - mean) ** 2).sum()) / free - chance
+        self._spread += COMPARING * free / (free + 16) * (found - self._spread)
+        self._weight = min(max(float(alone.mean()) / max(self._spread, 1e-9), LEAST_WEIGHT), MOST_WEIGHT)
 
     def step(self, slots: np.ndarray) -> None:
         """Time passes for these slots."""
@@ -90,19 +99,26 @@ class Acceptance:
 
     def survival(self, slots: np.ndarray) -> np.ndarray:
         """slots [R] -> [R, width]: the chance that each draft brings a token; falls from left to right."""
-        weight = self._weight
-        rate = (self._passed[slots] + weight * np.asarray(self.usual())) / (self._tried[slots] + weight)
+        weight, usual = self._weight, np.asarray([self.usual(False), self.usual(True)])[self._kind[slots]]
+        rate = (self._passed[slots] + weight * usual) / (self._tried[slots] + weight)
         return np.cumprod(rate, axis=1) * self.offered(slots)
 
     def offered(self, slots: np.ndarray) -> np.ndarray:
         """slots [R] -> [R, width]: the chance that a draft stands at each place at all."""
         return np.minimum.accumulate(self._offered[slots], axis=1)
 
-    def usual(self) -> list[float]:
-        """Everybody's chance at each place, given that those before it were accepted. A place that was hardly ever
-        tried is believed to be like the one before it."""
-        rates, before = [], FIRST_GUESS
-        for tried, passed in zip(self._all_tried.tolist(), self._all_passed.tolist()):
+    @property
+    def best(self) -> float:
+        """Everybody's chance at the first place, of the kind that accepts more."""
+        return max(self.usual(sampled)[0] for sampled in (False, True))
+
+    def usual(self, sampled: bool = False) -> list[float]:
+        """The chance at each place of all rows of a kind, given that those before it were accepted. A place that was
+        hardly ever tried is believed to be like the one before it, a kind like the other one."""
+        other, kind = int(not sampled), int(sampled)
+        first = self._all_passed[other, :1].sum() + WEIGHT * FIRST_GUESS
+        rates, before = [], float(first / (self._all_tried[other, :1].sum() + WEIGHT))
+        for tried, passed in zip(self._all_tried[kind].tolist(), self._all_passed[kind].tolist()):
             before = (passed + WEIGHT * before) / (tried + WEIGHT)
             rates.append(before)
         return rates

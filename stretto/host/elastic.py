@@ -131,14 +131,14 @@ class Elastic:
         self._occupants: dict[int, Hashable] = {}  # slot -> who sits there
         self._known: OrderedDict[Hashable, np.ndarray] = OrderedDict()  # of those that left
 
-    def seated(self, slot: int, who: Hashable) -> None:
+    def seated(self, slot: int, who: Hashable, sampled: bool = False) -> None:
         """A slot has a new occupant. One that was here before, a session or a retracted request, is remembered."""
         before = self._occupants.pop(slot, None)
         if before is not None:
             self._known[before] = self.acceptance.remember(slot)
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
-        self.acceptance.forget(slot)
+        self.acceptance.forget(slot, sampled)
         for other in [s for s, occupant in self._occupants.items() if occupant == who]:
             self._known[who] = self.acceptance.remember(other)
             del self._occupants[other]
@@ -225,7 +225,7 @@ class Elastic:
         if self._probe_in < 0:
             n = max(n, self._probe_size(seconds))
             self._probe_in = self._probe_interval(rows, seconds, n)
-            self._believed = self.acceptance.usual()[0]
+            self._believed = self.acceptance.best
             self.counters.probes += 1
         chosen = np.bincount(ranked[:n] // width, minlength=rows)
         chosen = np.minimum(chosen, demand.widths)
@@ -279,7 +279,7 @@ class Elastic:
         if width or not rows or not self.widths[-1]:
             self._probe_in = PROBE_LEAST
             return False
-        found = self.acceptance.usual()[0]
+        found = self.acceptance.best
         if found > self._believed + SURPRISE:
             self._probe_in = 0
         self._believed = min(self._believed, found)

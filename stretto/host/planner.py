@@ -117,6 +117,8 @@ class Planner:
         self._ledger.wait_for(turn.lease)
         seam = Seam.KEEP if self._slots.holds_seam(turn) else self._ledger.seam(turn.lease)
         self._slots.seat(turn, seam)
+        if self._limits.elastic is not None:
+            self._limits.elastic.seated(turn.slot, _who(turn), turn.job.request.sampling.temperature > 0)
 
     def _may_look(self, turn: Turn) -> bool:
         """A head that found no room looks again when a turn has ended, or the pages that it lacked have come back:

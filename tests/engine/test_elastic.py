@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from stretto.engine.step_times import LEAST_POINTS, StepTimes, cached, points
 from stretto.host.cost import CostModel, StepWork
 from stretto.host.elastic import Elastic, Sizes
 from stretto.params import SamplingParams
+from stretto.protocol import SessionTurn
 from stretto.ragged import RaggedStep
 from stretto.spec.api import Offer, SlotView
 from stretto.spec.scripted import ScriptedDrafter
@@ -37,8 +39,8 @@ def elastic(samples: list[tuple[StepWork, float]], **more) -> Elastic:
 
 def run(oracle: Oracle, policy: Elastic, accuracy: float = 1.0, sampling: SamplingParams | None = None,
         drafter: ScriptedDrafter | None = None, bounded: bool = False, others: int = 0, **options) -> Run:
-    """`bounded`: the device's steps are of the size that their plans say, as they are on a GPU. `others`: requests more,
-    which begin first."""
+    """`bounded`: the device's steps are of the size that their plans say, as they are on a GPU. `others`: requests
+    more, which begin first."""
     if drafter is None:
         answers = [prompt + oracle.answer(prompt, TOKENS) for prompt in PROMPTS]
         drafter = ScriptedDrafter(answers, WIDTH, accuracy, vocab_size=VOCAB)
@@ -104,6 +106,35 @@ def test_a_goal_for_steps_makes_chunks_smaller(oracle: Oracle):
     got.finish()
     assert got.ids("a") == oracle.answer(prompt, 4)
     assert got.counters["chunk_rows"] == 2
+
+
+class Remembering(Elastic):
+    """Keeps who was seated, and how much likelier than usual its first draft was believed to be then."""
+
+    def seated(self, slot: int, who: Hashable, sampled: bool = False) -> None:
+        super().seated(slot, who, sampled)
+        chance, offered = (f(np.asarray([slot]))[0, 0] for f in (self.acceptance.survival, self.acceptance.offered))
+        differs = chance / offered - self.acceptance.usual(sampled)[0]
+        self.seats = [*getattr(self, "seats", []), (who, sampled, differs)]
+
+
+def test_a_session_and_a_retracted_request_are_remembered_and_others_judged_afresh(oracle: Oracle):
+    policy = Remembering(CostModel(CHEAP, 256), 9, (0, WIDTH), exact=True)
+    wrong, prompt = PROMPTS[0] + [7] * TOKENS, PROMPTS[3]
+    drafter = ScriptedDrafter([wrong, prompt + oracle.answer(prompt, TOKENS)], WIDTH, vocab_size=VOCAB)
+    got = Run(make_core(oracle.model, drafter=drafter, elastic=policy, prefix_cache=False))
+    for rid, ids, more in (("1", PROMPTS[0], {"session": SessionTurn(sid="s")}), ("2", prompt, {}),
+                           ("3", prompt, {}), ("4", PROMPTS[0], {"session": SessionTurn(sid="s", mode="append")}),
+                           ("5", prompt, {})):
+        got.submit(rid, ids, greedy(TOKENS, speculation=WIDTH), **more)
+        got.finish_sessions()
+    assert [who for who, _, _ in policy.seats] == [("s", -1), ("2", 0), ("3", 0), ("s", -1), ("5", 0)]
+    assert all(abs(policy.seats[i][2]) < 1e-6 for i in (0, 1, 2, 4))
+    assert policy.seats[3][2] < -0.1
+
+    policy = Remembering(CostModel(CHEAP, 256), 9, (0, WIDTH), exact=True)
+    got = run(oracle, policy, 0.5, pool_tokens=120, page_size=4)
+    assert got.counters["retractions"] > 0 and len(policy.seats) == len(PROMPTS) + got.counters["retractions"]
 
 
 class Knowing(ScriptedDrafter):

@@ -227,6 +227,17 @@ def test_how_much_a_row_says_of_itself_depends_on_how_different_rows_are(rates: 
     assert (acceptance._weight < 15) is differ
 
 
+def test_greedy_rows_and_rows_that_sample_are_told_apart():
+    acceptance = Acceptance(5, 2)
+    for slot in (1, 2, 3, 4):
+        acceptance.forget(slot, sampled=slot > 2)
+    note(acceptance, 1, 2, 2, 2, times=60)
+    assert acceptance.usual(True)[0] > 0.9  # nothing is known of the others: like those
+    note(acceptance, 3, 2, 2, 0, times=60)
+    unseen = acceptance.survival(np.asarray([2, 4]))[:, 0]
+    assert unseen[0] > 0.8 and unseen[1] < 0.2 and acceptance.best > 0.8
+
+
 def test_what_was_not_tried_for_long_is_believed_to_be_like_what_was():
     acceptance = Acceptance(3, 4)
     note(acceptance, 1, 4, 4, 0, times=50)
