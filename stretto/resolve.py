@@ -480,7 +480,8 @@ class _Resolution:
         held = max(1, heads // ranks)  # KV heads of a rank
         found: dict[int | None, KVGroupFacts] = {}
         for group in self.model.kv_groups:
-            found[group.window] = (KVGroupFacts(group.window, group.values * held // heads, group.heads * held // heads)
+            part, of = (1, ranks) if group.window == STATE else (held, heads)
+            found[group.window] = (KVGroupFacts(group.window, group.values * part // of, group.heads * part // of)
                                    if ranks > 1 else group)
         for group in own:
             before = found.get(group.window, KVGroupFacts(group.window, 0))

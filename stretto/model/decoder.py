@@ -34,7 +34,7 @@ from stretto.model.layers import (
     WholeNorms,
     attend_heads,
 )
-from stretto.model.shard import Shard, cut_heads, heads_of, whole
+from stretto.model.shard import Shard, cut_heads, heads_of
 from stretto.model.weights import Weights
 from stretto.ops.fixed import elementwise
 from stretto.ops.layer import Rope
@@ -90,7 +90,7 @@ class Style:
     logit_cap: float | None = None
     mlp: MakeMLP | None = None  # None: a gated one in every layer
     recurrent: MakeMixer | None = None  # of the layers that keep a state
-    state: Callable[[ModelConfig], StateSpec] | None = None  # of each of them
+    state: Callable[[ModelConfig, Shard], StateSpec] | None = None  # of each of them
 
     @property
     def norm(self) -> type[RMSNorm]:
@@ -107,8 +107,8 @@ class Attention:
         self.n_heads, self.n_kv_heads = rank_heads(c, w.shard)
         heads = (c.n_heads, c.n_kv_heads, c.n_kv_heads)
         if style.gated:
-            parts = [whole(f"{name}.q_proj", 2 * c.n_heads * c.head_dim),
-                     *(whole(f"{name}.{part}_proj", c.n_kv_heads * c.head_dim) for part in "kv")]
+            parts = [heads_of(w.shard, f"{name}.{part}_proj", n, size) for part, n, size in
+                     zip("qkv", heads, (2 * c.head_dim, c.head_dim, c.head_dim))]
         elif style.fused_qkv:
             total = sum(heads) * c.head_dim
             parts = [heads_of(w.shard, f"{name}.qkv_proj", n, c.head_dim, sum(heads[:i]) * c.head_dim, total)
@@ -200,7 +200,7 @@ class Decoder:
         n_heads, n_kv_heads = rank_heads(c, w.shard)
         self.layers = tuple(LayerSpec(n_heads, n_kv_heads, c.head_dim, scale, window, style.softcap, style.sinks)
                             for window in c.windows if window != STATE)
-        self.states = (style.state(c),) * c.windows.count(STATE) if style.state else ()
+        self.states = (style.state(c, w.shard),) * c.windows.count(STATE) if style.state else ()
         self.embedding = Embedding(w, "model.embed_tokens", c.vocab_size, c.hidden_size)
         self.decoder = [DecoderLayer(c, w, i, style) for i in range(c.n_layers)]
         self.norm = style.norm(w, "model.norm", c.hidden_size, c.norm_eps)

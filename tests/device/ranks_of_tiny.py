@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from stretto.attn.torch_ragged import TorchRagged
-from stretto.device.kv import KVCache, group_layers
+from stretto.device.kv import KVCache
 from stretto.device.ranks import RankShard
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
+from stretto.device.states import kv_groups
 from stretto.device.streams import DeviceHalf, make_device
 from stretto.model.api import CausalModel
 from stretto.model.load import load_model
@@ -43,11 +44,11 @@ def rank_half(tiny: Tiny, shard: RankShard) -> tuple[DeviceHalf, CausalModel]:
     if shard.rank == tiny.broken:
         shard.join = lambda x: RankShard.join(shard, x).roll(1, -1)  # type: ignore[method-assign]
     model = load_model(tiny.folder, dtype=torch.float32, device=torch.device("cpu"), shard=shard)
-    groups = group_layers(model.layers)
+    groups = kv_groups(model)
     kv = KVCache(model.layers, groups, [PAGES] * len(groups), PAGE, model.dtype, model.device)
     table = SlotTable(SLOTS, CONTEXT, PAGE, len(groups), model.device)
     drafter = NgramDrafter(tiny.drafts) if tiny.drafts else None
-    runner = Runner(model, TorchRagged(), kv, table, drafter)
+    runner = Runner(model, TorchRagged(), kv, table, drafter, tiny.drafts)
     if tiny.host_pages:
         runner.keep_on_host([tiny.host_pages] * len(groups))
     return make_device(runner, tiny.overlap), model

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from stretto.device.ranks import RankFailed
+from stretto.device.states import kv_groups
 from stretto.engine.core import EngineCore
 from stretto.engine.ranks import Ranks
 from stretto.host.half import HostHalf
@@ -43,12 +44,12 @@ def engine(tiny: Tiny) -> Iterator[EngineCore]:
     try:
         own, model = rank_half(tiny, ranks.join())
         device = ranks.lead(own)
-        groups = len({s.window for s in model.layers})
+        windows = tuple(group.window for group in kv_groups(model))
+        groups = len(windows)
         limits = HostLimits(page_size=PAGE, pages=(PAGES,) * groups, rates=AlwaysCopy(),
                             host_pages=(tiny.host_pages,) * groups if tiny.host_pages else (),
-                            windows=tuple(sorted({s.window for s in model.layers}, key=lambda w: (w is not None, w))),
-                            max_slots=SLOTS, max_model_len=CONTEXT, chunk=7, budget=40, width=tiny.drafts,
-                            depth=int(tiny.overlap), seeds=random.Random(0))
+                            windows=windows, max_slots=SLOTS, max_model_len=CONTEXT, chunk=7, budget=40,
+                            width=tiny.drafts, depth=int(tiny.overlap), seeds=random.Random(0))
         info = EngineInfo(model_name="tiny", vocab_size=VOCAB, max_model_len=CONTEXT, max_num_seqs=SLOTS - 1,
                           kv_tokens=limits.kv_tokens, eos_token_ids=[])
         core = EngineCore(HostHalf(limits), device, info, int(tiny.overlap))
@@ -60,14 +61,16 @@ def engine(tiny: Tiny) -> Iterator[EngineCore]:
         torch.set_num_threads(threads)
 
 
+OTHERS = [("qwen2", 0, False), ("qwen3", 3, True), ("mistral", 0, True), ("phi3", 3, True), ("glm4", 0, True),
+          ("gemma2", 0, True), ("gemma3", 3, True), ("mixtral", 3, True), ("qwen3_moe", 0, True), ("olmo2", 3, True),
+          ("gpt_oss", 3, True), ("llama4", 3, True), ("qwen3_next", 0, True)]
+WINDOW = {"mistral": 16, "gemma2": 16, "gemma3": 16, "gpt_oss": 16}
+
+
 @pytest.mark.parametrize(("family", "drafts", "overlap"), [
-    ("llama", 3, True), pytest.param("qwen2", 0, False, marks=pytest.mark.full),
-    pytest.param("phi3", 3, True, marks=pytest.mark.full), pytest.param("glm4", 0, True, marks=pytest.mark.full),
-    pytest.param("gemma3", 3, True, marks=pytest.mark.full), pytest.param("mixtral", 3, True, marks=pytest.mark.full),
-    pytest.param("qwen3_moe", 0, True, marks=pytest.mark.full), pytest.param("olmo2", 3, True, marks=pytest.mark.full),
-    pytest.param("gpt_oss", 3, True, marks=pytest.mark.full)])
+    ("llama", 3, True), *(pytest.param(*other, marks=pytest.mark.full) for other in OTHERS)])
 def test_two_ranks_give_the_text_of_one(tmp_path: Path, family: str, drafts: int, overlap: bool):
-    oracle = Oracle(None, save_tiny(tmp_path, family, 16 if family in ("gemma3", "gpt_oss") else None))  # type: ignore[arg-type]
+    oracle = Oracle(None, save_tiny(tmp_path, family, WINDOW.get(family)))  # type: ignore[arg-type]
     sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=TOKENS, logprobs=2)
     with engine(Tiny(tmp_path, overlap, drafts)) as core:
         run = Run(core)

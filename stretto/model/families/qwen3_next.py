@@ -12,6 +12,7 @@ A layer with a state, x [T, E] (H heads of keys, each with its share of the Hv h
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from stretto.model.decoder import MLP, Decoder, Style, gated_mlp
 from stretto.model.experts import softmax_over_all, softmax_over_chosen
 from stretto.model.families.moe import separate_experts
 from stretto.model.layers import GatedMLP, Linear, RMSNorm
+from stretto.model.shard import Shard, rows_of
 from stretto.model.weights import Weights
 from stretto.ops.fixed import by_rows
 from stretto.ops.layer import Rope
@@ -30,8 +32,6 @@ from stretto.ops.skinny import Ahead
 
 
 def qwen3_next(config: ModelConfig, w: Weights, context: int) -> Decoder:
-    if w.shard.ranks > 1:
-        raise ConfigError(f"{config.architecture} is not cut into ranks: the states of its layers are not")
     w.ignore_under("mtp.")
     bias = config.attention_bias
     return Decoder(config, w, context, Style(bias, bias, head_norm=True, offset_norm=True, gated=True, mlp=_mlp,
@@ -39,9 +39,9 @@ def qwen3_next(config: ModelConfig, w: Weights, context: int) -> Decoder:
 
 
 class _Sizes:
-    """Of a layer with a state."""
+    """Of a layer with a state: of all of it, or of a rank's key heads and what belongs to them."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ranks: int = 1):
         self.k_heads, self.v_heads, self.k_dim, self.v_dim, self.conv = (
             self._of(config, name) for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim",
                                                 "conv_kernel_dim"))
@@ -50,6 +50,10 @@ class _Sizes:
                               f"{self.k_heads}")
         if self.conv < 2:
             raise ConfigError(f"linear_conv_kernel_dim is {self.conv}; it must be 2 or more")
+        if self.k_heads % ranks:
+            raise ConfigError(f"{self.k_heads} heads of the keys of layers with states (linear_num_key_heads) cannot be"
+                              f" shared equally by {ranks} ranks")
+        self.k_heads, self.v_heads = self.k_heads // ranks, self.v_heads // ranks
         self.keys, self.values = self.k_heads * self.k_dim, self.v_heads * self.v_dim
         self.channels = 2 * self.keys + self.values
 
@@ -61,8 +65,8 @@ class _Sizes:
         return value
 
 
-def _state(config: ModelConfig) -> StateSpec:
-    s = _Sizes(config)
+def _state(config: ModelConfig, shard: Shard) -> StateSpec:
+    s = _Sizes(config, shard.ranks)
     return StateSpec(((s.channels, s.conv - 1), (s.v_heads, s.k_dim, s.v_dim)))
 
 
@@ -71,13 +75,17 @@ class GatedDeltaNet:
 
     def __init__(self, config: ModelConfig, w: Weights, layer: int, index: int):
         """`index`: which of the layers with states this one is."""
-        name, s = f"model.layers.{layer}.linear_attn", _Sizes(config)
+        name, s, whole = f"model.layers.{layer}.linear_attn", _Sizes(config, w.shard.ranks), _Sizes(config)
         self.index, self.sizes, self.eps, self._fixed = index, s, config.norm_eps, w.fixed
-        parts = [(f"{name}.in_proj_qkvz", s.channels + s.values), (f"{name}.in_proj_ba", 2 * s.v_heads)]
+        parts = [rows_of(w.shard, f"{name}.in_proj_qkvz", whole.channels + whole.values),
+                 rows_of(w.shard, f"{name}.in_proj_ba", 2 * whole.v_heads)]
         self.into = Linear(w, parts, config.hidden_size, order=_row_order(s))
-        self.out = Linear(w, [(f"{name}.out_proj", config.hidden_size)], s.values)
-        self.conv = w.take(f"{name}.conv1d.weight", s.channels, 1, s.conv)
-        self.decay, self.bias = w.take(f"{name}.A_log", s.v_heads), w.take(f"{name}.dt_bias", s.v_heads)
+        self.out = Linear(w, [(f"{name}.out_proj", config.hidden_size)], whole.values, summed=True)
+        edges = (0, whole.keys, 2 * whole.keys, whole.channels)
+        self.conv = w.stack_pieces([rows_of(w.shard, f"{name}.conv1d.weight", whole.channels, first, last - first)
+                                    for first, last in pairwise(edges)], 1, s.conv)
+        self.decay, self.bias = (w.stack_pieces([rows_of(w.shard, f"{name}.{part}", whole.v_heads)])
+                                 for part in ("A_log", "dt_bias"))
         self.norm = w.take(f"{name}.norm.weight", s.v_dim)
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend,
