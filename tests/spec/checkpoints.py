@@ -174,14 +174,14 @@ def block_tensors(g: torch.Generator, n_layers: int, taps: int) -> Tensors:
     return tensors
 
 
-def dflash(folder: Path, size: int = 8, sliding: int | None = None) -> tuple[Path, Tensors]:
-    """z-lab's layout."""
+def dflash(folder: Path, size: int = 8, sliding: int | None = None, vocab: int | None = None) -> tuple[Path, Tensors]:
+    """z-lab's layout. `vocab`: of that many ids, and with no head of its own."""
     g = torch.Generator().manual_seed(6)
-    tensors = block_tensors(g, 2, 3)
+    tensors = block_tensors(g, 2, 3) | ({"d2t": reduced(g, vocab)} if vocab else {})
     kinds = ["sliding_attention" if sliding else "full_attention", "full_attention"]
     config = {**LAYER, "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2,
               "block_size": size, "num_target_layers": LAYERS, "layer_types": kinds, "sliding_window": sliding,
-              "dflash_config": {"target_layer_ids": [1, 3, 4], "mask_token_id": 299}}
+              "dflash_config": {"target_layer_ids": [1, 3, 4], "mask_token_id": 299}, "draft_vocab_size": vocab}
     return save(folder, config, tensors), tensors
 
 

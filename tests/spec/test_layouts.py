@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stretto.spec.context import DrafterError
 from stretto.spec.identify import verifier_of
 from stretto.spec.registry import find_drafter
 from stretto.testing import Ask, Setup, greedy, make_engine, run
@@ -186,6 +187,27 @@ def test_dflash(tiny, tmp_path, every_setup, sliding) -> None:
         h = of_block(tiny, t, log, 8, 299, [1, 3, 4], [sliding, None])
         return tiny.reference.lm_head(h[1 + len(drafts)])
     check(record(tiny, f"dflash:{path}", every_setup), expected)
+
+
+def test_a_reduced_vocabulary_borrows_rows_of_the_targets_head(tiny, setup, tmp_path) -> None:
+    path, t = made.dflash(tmp_path / "draft", vocab=90)
+
+    def expected(log, drafts):
+        h = of_block(tiny, t, log, 8, 299, [1, 3, 4], [None, None])
+        ids = torch.arange(90) + t["d2t"]
+        return reference.spread(t, tiny.reference.lm_head(h[1 + len(drafts)])[ids], made.VOCAB)
+    check(record(tiny, f"dflash:{path}", setup), expected)
+    whole = made.dflash(tmp_path / "whole")[0]
+    counted = [find_drafter(f"dflash:{p}")[0].sizes(str(p), tiny.target).parameters for p in (path, whole)]
+    assert counted[0] - counted[1] == 90 * made.HIDDEN
+
+
+def test_a_head_that_is_no_plain_product_lends_no_rows(tiny, tmp_path, monkeypatch) -> None:
+    path, _ = made.dflash(tmp_path / "draft", vocab=90)
+    logits = tiny.model.logits
+    monkeypatch.setattr(tiny.model, "logits", lambda hidden: 30 * torch.tanh(logits(hidden) / 30), raising=False)
+    with pytest.raises(DrafterError, match=r"90 ids by the target's head(.|\n)*target tiny are no plain product"):
+        make_engine(tiny.model, f"dflash:{path}", tiny.target)
 
 
 @pytest.mark.parametrize("start", [None, 0, 1], ids=["own", "open-0", "open-1"])
