@@ -10,6 +10,9 @@ import random
 
 import pytest
 
+from stretto.compat import ConfigError
+from stretto.config import Config, ModelSection, SpeculationSection
+from stretto.engine.prepare import prepare
 from stretto.matrix import FEATURES, REFUSALS
 from stretto.protocol import RequestError
 from tests.covering import Cell, pairwise
@@ -20,10 +23,11 @@ from tests.spec.suffix_trees import install
 OPTIONS: dict[str, tuple[str, ...]] = {
     "page": tuple(f"page size {size}" for size in (1, 16, 64, 256)), "attention": ("attention torch",),
     "dtype": ("float32", "bfloat16", "float16"), "drafter": ("", *(f"drafter {name}" for name in DRAFTERS)),
-    "session": ("", "session: tag", "session: append"),
+    "session": ("", "session: tag", "session: append"), "layers": ("", "window", "recurrent state"),
     **{name: ("", name) for name in ("mixed chunk", "overlap", "retraction", "abort", "prefix cache", "host memory",
-                                     "FP8 KV cache", "window", "logprobs", "prompt logprobs", "penalties", "seed",
-                                     "grammar", "n > 1", "streaming", "logit processor", "LoRA adapter", "elastic speculation")}}
+                                     "FP8 KV cache", "logprobs", "prompt logprobs", "penalties", "seed",
+                                     "grammar", "n > 1", "streaming", "logit processor", "LoRA adapter",
+                                     "elastic speculation")}}
 RANDOM = 120  # further cells of the whole product
 
 
@@ -69,7 +73,12 @@ def test_all_at_once(labs, monkeypatch, proof: ProofOf, features: frozenset[str]
     assert not run.counter("faults") and not run.counter("broken_books")
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: f"{refusal.first} with {refusal.second}")
+def refused(first: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("refusal", [r for r in REFUSALS if r.first == first],
+                                   ids=lambda refusal: f"{refusal.first} with {refusal.second}")
+
+
+@refused("n > 1")
 def test_what_is_refused_says_so(labs, refusal) -> None:
     features = frozenset({refusal.first, refusal.second, "page size 16", "float32"})
     run = MatrixRun(labs(features), features)
@@ -77,6 +86,19 @@ def test_what_is_refused_says_so(labs, refusal) -> None:
         run.submit("f0", [1, 2, 3], run.sampling(), "s0")
     assert refusal.sentence in str(told.value)
     run.core.close()
+
+
+@refused("recurrent state")
+def test_what_is_refused_at_start_says_so(labs, refusal) -> None:
+    lab, drafter = labs(frozenset({refusal.first, "float32"})), refusal.second.removeprefix("drafter ")
+    asked = Config(ModelSection(str(lab.target.path)), speculation=SpeculationSection(drafter))
+    with pytest.raises(ConfigError) as told:
+        prepare(asked)
+    assert refusal.sentence in str(told.value)
+
+
+def test_no_refusal_is_left_out() -> None:
+    assert {refusal.first for refusal in REFUSALS} == {"n > 1", "recurrent state"}
 
 
 def test_every_feature_has_its_evidence() -> None:
