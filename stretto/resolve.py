@@ -48,6 +48,7 @@ DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
 GRAPH_MEMORY = GIB // 2  # kept for CUDA graphs; 50 graphs of an 8B model took 0.39 GiB
+RANKS_MEMORY = GIB // 2  # kept where several GPUs share a model: NCCL's buffers, and memory for small sums
 LEAST_STEP_TOKENS = 64
 LEAST_CONTEXT = 64
 LARGE_ON_CPU = 2 * GIB  # float32 weights above this are avoided where they can stay packed
@@ -420,6 +421,7 @@ class _Resolution:
         seqs, budget = step
         buffers = self._step_buffers(dtype, seqs, budget, width)
         buffers += HOST_STAGING if self.config.kv.kv_host_bytes else 0
+        buffers += RANKS_MEMORY if device.kind == "cuda" and self.config.parallel.tensor_parallel_size > 1 else 0
         draft = self.drafter.parameters * ITEM_BYTES[dtype] if self.drafter else 0
         adapters = self.facts.adapter_values * ITEM_BYTES[dtype]
         graphs = GRAPH_MEMORY if device.kind == "cuda" and not self.config.schedule.enforce_eager else 0

@@ -50,6 +50,7 @@ class ExpertWeights:
         if self._settle is not None:
             self._weight = self._settle(self._weight).contiguous()
             self._bias = None if self._bias is None else self._settle(self._bias[..., None])[..., 0].contiguous()
+            self._settle = None  # with what it holds
         if self._weight.device.type == "cpu":
             matrix = fixed_matrix if self.fixed else best_matrix
             self._matrices = [matrix(weight, None if self._bias is None else self._bias[e])

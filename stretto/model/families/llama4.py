@@ -13,10 +13,11 @@ from functools import partial
 import torch
 
 from stretto.attn.api import Attend
-from stretto.model.config import ConfigError, ModelConfig
+from stretto.model.config import ModelConfig
 from stretto.model.decoder import MLP, Attention, Decoder, Style
 from stretto.model.experts import ExpertMLP, ExpertWeights
 from stretto.model.layers import GatedMLP, HeadNorm, Linear
+from stretto.model.shard import cut
 from stretto.model.weights import Weights
 from stretto.ops.fixed import elementwise
 from stretto.ops.grouped import combine, group_by_expert
@@ -31,8 +32,6 @@ class Llama4(Decoder):
     """A CausalModel."""
 
     def __init__(self, config: ModelConfig, w: Weights, context: int):
-        if w.shard.ranks > 1:
-            raise ConfigError(f"{config.architecture} is not cut into ranks: its experts lie in one tensor, transposed")
         bias = config.attention_bias
         super().__init__(config, w, context, Style(bias, bias, neighbours=True, mlp=_mlp))
         given, interval = config.value("no_rope_layers"), config.value("no_rope_layer_interval")
@@ -91,13 +90,17 @@ def _mlp(config: ModelConfig, w: Weights, index: int) -> MLP:
     if index not in given if given is not None else (index + 1) % step:
         return GatedMLP(w, name, hidden, config.value("intermediate_size_mlp"), config.hidden_act)
     n, chosen = config.value("num_local_experts"), config.value("num_experts_per_tok")
-    gate_up = ExpertWeights(w, w.take(f"{name}.experts.gate_up_proj", n, hidden, 2 * inner), settle=_rows)
-    down = ExpertWeights(w, w.take(f"{name}.experts.down_proj", n, inner, hidden), settle=_rows)
+    start, count = cut(w.shard, inner)
+    gate_part, up_part = (w.take_part(f"{name}.experts.gate_up_proj", (n, hidden, 2 * inner), 2, first + start, count)
+                          for first in (0, inner))
+    gate_up = ExpertWeights(w, gate_part, settle=lambda gate_part: _rows(torch.cat((gate_part, up_part), 2)))
+    down = ExpertWeights(w, w.take_part(f"{name}.experts.down_proj", (n, inner, hidden), 1, start, count),
+                         settle=_rows)
     shared = GatedMLP(w, f"{name}.shared_expert", hidden, inner, config.hidden_act)
     route = partial(_sigmoid_of_chosen, fixed=w.fixed)
     return ScalingExperts(Linear(w, [(f"{name}.router", n)], hidden), gate_up, down,
-                          partial(gate, act=config.hidden_act), route, n_experts=n, chosen=chosen, inner=inner,
-                          shared=shared)
+                          partial(gate, act=config.hidden_act), route, n_experts=n, chosen=chosen, inner=count,
+                          total=w.shard.sum, shared=shared)
 
 
 def _rows(stored: torch.Tensor) -> torch.Tensor:
@@ -121,5 +124,6 @@ class ScalingExperts(ExpertMLP):
         inner = self._gate(self._gate_up(scaled, groups.bounds, groups.slots, groups.places, inner))
         made = self._down(inner, groups.bounds, groups.places, groups.slots, torch.zeros_like(scaled))
         mixed = combine(made.view(*experts.shape, x.shape[1]), torch.ones_like(weights))
-        assert self._shared is not None
+        assert self._shared is not None and self._total is not None
+        mixed = self._total(mixed)
         return mixed.add_(self._shared(x))
