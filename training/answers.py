@@ -101,8 +101,8 @@ class Dataset:
                 made += [part for part in packed.split(each) if len(part) == each]
                 least = window + 1
             if not made:
-                raise ValueError(f"the answers do not fill a batch of {tokens} ids: there are too few of them, or --tokens"
-                                 " must be less")
+                raise ValueError(f"the answers do not fill a batch of {tokens} ids: there are too few of them, or"
+                                 " --tokens must be less")
             for i in torch.randperm(len(made), generator=host).tolist():
                 yield self.batch(made[i].to(self.device), anchors // len(made[i]), device)
 
