@@ -230,10 +230,10 @@ def translate(flag: str, value: str, told: Told) -> list[Pair] | None:
     if flag == "--speculative-config":
         return _speculative_config(value, told)
     if flag in VALUES:
-        pair = (flag, VALUES[flag].get(value, value))
-        if pair[1] != value:
-            told.notes.append(f"{flag} {value} is read as {_told(pair)}")
-        return [pair]
+        ours = VALUES[flag].get(value, value)
+        if ours != value:
+            told.notes.append(f"{flag} {value} is read as {flag} {ours}")
+        return [(flag, ours)]
     if flag not in ALIASES:
         return None
     if flag == "--speculative-num-draft-tokens" and value.isdigit():

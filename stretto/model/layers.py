@@ -110,12 +110,13 @@ class Linear:
 
 def matrix_of(weights: Sequence[torch.Tensor | Packed], bias: torch.Tensor | None, fixed: bool) -> Matrix:
     """The fastest form of matrices one below the other, as one."""
-    made, at = [], 0
+    made: list[Matrix] = []
+    at = 0
     for weight in weights:
         rows = weight.outputs if isinstance(weight, Packed) else weight.shape[0]
         mine = None if bias is None else bias.narrow(0, at, rows)
-        make = packed_matrix if isinstance(weight, Packed) else fixed_matrix if fixed else best_matrix
-        made.append(make(weight, mine))
+        made.append(packed_matrix(weight, mine) if isinstance(weight, Packed) else
+                    fixed_matrix(weight, mine) if fixed else best_matrix(weight, mine))
         at += rows
     return made[0] if len(made) == 1 else JoinedMatrix(made)
 

@@ -68,8 +68,7 @@ class StepAttention:
     def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         self.calls += 1
         return self.backend.attend(self.layers[layer], q, self.kv.k[layer], self.kv.v[layer], self.step,
-                                   self.kv.group_of[layer], self._metadata(layer), sinks,
-                                   **given(self.kv.scales[layer]))
+                                   self.kv.group_of[layer], self._metadata(layer), sinks, self.kv.scales[layer])
 
     def _metadata(self, layer: int) -> object:
         """Made once for each group, when its first layer comes."""
@@ -77,8 +76,3 @@ class StepAttention:
         if group not in self.meta:
             self.meta[group] = self.backend.metadata(self.step, group, self.layers[layer])
         return self.meta[group]
-
-
-def given(scales: KVScales | None) -> dict[str, KVScales]:
-    """As a keyword of `AttentionBackend.attend`: backends that take no e4m3 caches need not know it."""
-    return {} if scales is None else {"scales": scales}

@@ -27,7 +27,6 @@ from stretto.model.config import ModelConfig
 from stretto.model.layers import Embedding, GatedMLP, HeadNorm, Linear, RMSNorm, rotate
 from stretto.model.source import WeightSource
 from stretto.model.weights import Weights
-from stretto.ops.attend import given
 from stretto.ragged import RaggedStep
 from stretto.spec.api import DrafterCaps, Offer, SlotView
 from stretto.spec.context import DrafterContext, DrafterError, DraftKV, Target
@@ -248,7 +247,7 @@ class _BlockAttention:
         if (group, causal) not in self.meta:
             self.meta[group, causal] = self.owner.backend.metadata(step, group, spec)
         return self.owner.backend.attend(spec, q, self.kv.k[index], self.kv.v[index], step, group,
-                                         self.meta[group, causal], **given(self.kv.scales[index]))
+                                         self.meta[group, causal], scales=self.kv.scales[index])
 
 
 def tensor_name(name: str) -> str | None:
