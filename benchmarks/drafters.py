@@ -12,7 +12,6 @@ it takes with as many wrong drafts that cost nothing, `draft` the rest of it; `h
 from __future__ import annotations
 
 import json
-import platform
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,12 +24,14 @@ import torch
 
 from stretto import __version__
 from stretto.engine.llm import LLM, Completion
+from stretto.facts import device_facts
 from stretto.params import SamplingParams
 
 DRAFTERS = ("off", "ngram@4", "eagle3@4", "dflash@7", "dspark@7")
 CONVERSATION = "conversation"  # Spec-Bench's questions of MT-bench, of eight kinds
 TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 LONGEST = 3072  # tokens of prompt and answers
+WAVES = 8  # most that are timed at a time
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def time_waves(llm: LLM, prompts: Sequence[list[int]], rows: int, tokens: int, s
 def measure_speed(engines: dict[str, LLM], prompts: Sequence[list[int]], rows: int, tokens: int,
                   rounds: int) -> dict[str, Speed]:
     """All engines in turns; the first round warms up. Prompts are found in the prefix cache from then on."""
-    names, found = list(engines), {name: Speed() for name in engines}
+    names, found, prompts = list(engines), {name: Speed() for name in engines}, prompts[: WAVES * rows]
     for round_ in range(rounds + 1):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
             time_waves(engines[name], prompts, rows, tokens, found[name] if round_ else Speed())
@@ -169,11 +170,11 @@ def lengths_of(engines: dict[str, LLM], asked: list[Question], temperatures: Seq
 
 
 def speeds_of(engines: dict[str, LLM], prompts: Sequence[list[int]], rows: Sequence[int], tokens: int,
-              rounds: int) -> dict:
+              rounds: int, parts: bool) -> dict:
     found: dict = {}
     with tempfile.TemporaryDirectory() as folder:
-        asked = scripted(engines["off"], prompts, tokens, Path(folder))
-        widths = sorted({llm.info.speculation_tokens for llm in engines.values()} - {0})
+        asked = scripted(engines["off"], prompts, tokens, Path(folder)) if parts else ""
+        widths = sorted({llm.info.speculation_tokens for llm in engines.values()} - {0}) if parts else []
         wrong = {f"{width} wrong": _engine(engines["off"], asked, width) for width in widths}
         for n in rows:
             speeds = measure_speed({**engines, **wrong}, prompts, n, tokens, rounds)
@@ -197,7 +198,7 @@ def _speed_entry(name: str, engines: dict[str, LLM], speeds: dict[str, Speed]) -
     entry = {"tokens_s": median(own.rates), "step_ms": median(own.steps), "host_ms": median(own.host),
              "speed_up": median(a / b for a, b in zip(own.rates, plain.rates, strict=True))}
     width = engines[name].info.speculation_tokens if name in engines else 0
-    if width:
+    if f"{width} wrong" in speeds:
         verify = speeds[f"{width} wrong"]
         entry |= {"drafts": width, "verify_ms": median(verify.steps),
                   "draft_ms": median(a - b for a, b in zip(own.steps, verify.steps, strict=True))}
@@ -208,12 +209,13 @@ def main(data: Path, *, model: str | None = None, drafters: tuple[str, ...] = DR
          dtype: str = "auto", questions_each: int | None = None, gsm8k: int = 1319,
          temperatures: tuple[float, ...] = (0.0, 1.0), tokens: int = 512, seqs: int = 128,
          rows: tuple[int, ...] = (1, 8, 32), speed_prompts: int = 32, speed_tokens: int = 128, rounds: int = 3,
-         kv_tokens: int = 262_144, output: Path | None = None) -> None:
+         parts: bool = True, kv_tokens: int = 262_144, output: Path | None = None) -> None:
     """data: the folder with eval/.  drafters: as after --speculation; NAME@K offers K drafts, NAME alone
     what each step finds worth it; "off" is needed for speeds, and first.
     questions_each: of every category of Spec-Bench (default: all).  gsm8k: questions of its test set.
     tokens: most of an answer.  seqs: answers at once for the lengths.  rows: for the speed, each in turn; none for no
-    speeds.  speed_prompts, speed_tokens, rounds: of the speed."""
+    speeds.  speed_prompts, speed_tokens, rounds: of the speed.  parts: whether to tell verifying from drafting, which
+    takes an engine more for each number of drafts."""
     asked = questions(data, questions_each, gsm8k)
     engines: dict[str, LLM] = {}
     for name in drafters:
@@ -224,7 +226,7 @@ def main(data: Path, *, model: str | None = None, drafters: tuple[str, ...] = DR
         print(f"{name}: {engines[name].info.speculation_tokens} drafts, ready", flush=True)
     resolved = next(iter(engines.values())).prepared.resolved
     facts = {"model": resolved.model_name, "dtype": resolved.dtype, "stretto": __version__, "torch": torch.__version__,
-             "device": torch.cuda.get_device_name() if resolved.device == "cuda" else platform.processor(),
+             "device": next(d.name for d in device_facts() if d.kind == resolved.device),
              "threads": torch.get_num_threads(), "date": time.strftime("%Y-%m-%d"), "questions": len(asked)}
     print(json.dumps(facts), flush=True)
     figures: dict = {"facts": facts}
@@ -234,7 +236,7 @@ def main(data: Path, *, model: str | None = None, drafters: tuple[str, ...] = DR
         tokenizer = engines[drafters[0]].tokenizer
         prompts = [tokenizer.apply_chat_template([{"role": "user", "content": q.turns[0]}])[: LONGEST - tokens - 8]
                    for q in _spread(asked, speed_prompts)]
-        figures["speeds"] = speeds_of(engines, prompts, rows, speed_tokens, rounds)
+        figures["speeds"] = speeds_of(engines, prompts, rows, speed_tokens, rounds, parts)
     for llm in engines.values():
         llm.close()
     if output is not None:
