@@ -26,6 +26,7 @@ from stretto.spec.context import Target
 from stretto.testing import Setup, make_engine
 
 ACTIONS = 150  # of a round
+POOLS = (3, 5, 5, 5, 6, 6, 8, 32)  # eighths of the context that a pool holds; at 5 and 6 most turns are retracted
 WIDEST = 20  # alternatives of a token that are looked through when an answer differs
 
 
@@ -87,10 +88,10 @@ class Soak:
     def _setup(self, rng: random.Random) -> Setup:
         chunk = rng.choice([1, 7, 16, 64, 256])
         return Setup(width=rng.randint(1, 6), page_size=rng.choice([1, 4, 16, 64]),
-                     pool_tokens=self._context * rng.choice([3, 6, 8, 32]) // 8, chunk=chunk,
+                     pool_tokens=self._context * rng.choice(POOLS) // 8, chunk=chunk,
                      budget=rng.choice([chunk + 16, 40, 300]), cap_policy=rng.choice(CAP_POLICIES),
                      mixed=rng.random() < 0.8, overlap=rng.random() < 0.7, prefix_cache=rng.random() < 0.8,
-                     slots=rng.choice([3, 5, 9]), context=self._context,
+                     slots=rng.choice([3, 5, 9, 9]), context=self._context,
                      host_tokens=self._context * rng.choice([0, 0, 1, 8]))
 
     def _rounding(self, once: OneShot, ask: Ask) -> bool:
