@@ -12,9 +12,11 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from stretto.device.ranks import RankFailed
+from stretto.attn.triton_ragged import TritonRagged
+from stretto.device.ranks import RankFailed, RanksDevice
 from stretto.engine.llm import LLM
 from tests.engine.small import VOCAB, greedy, save_tiny
+from tests.proofs import ProofOf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 PROMPTS = [[5, 9, 2, 7, 1, 30], [8, 8, 1, 8, 8, 1, 8, 8], [60 + i for i in range(40)]]
@@ -26,10 +28,13 @@ def make(folder: Path, ranks: int, **options) -> LLM:
                chunk_size=64, max_num_seqs=4, **options)
 
 
-def answers(folder: Path, ranks: int, **options) -> tuple[list[list[int]], int]:
+def answers(folder: Path, ranks: int, **options) -> tuple[list[list[int]], int, int]:
+    """Ids, drafts, and steps that several ranks ran with Triton's kernels."""
     with make(folder, ranks, **options) as llm:
         made = llm.generate([*PROMPTS, LONG], greedy(24, ignore_eos=True))
-        return [c.token_ids for c in made], sum(c.usage.drafted_tokens for c in made)
+        device, steps = llm.core.device, int(llm.core.stats().counters["steps"])
+        shared = isinstance(device, RanksDevice) and type(device.own.runner.backend) is TritonRagged  # type: ignore
+        return [c.token_ids for c in made], sum(c.usage.drafted_tokens for c in made), steps if shared else 0
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +50,18 @@ def one(llama: Path) -> list[list[int]]:
     return answers(llama, 1, enforce_eager=True)[0]
 
 
-@pytest.mark.parametrize("options", [{"enforce_eager": True}, {}, {"speculation": "ngram", "speculation_tokens": 3},
-                                     {"overlap": False}, {"deterministic": True}, {"kv_host_bytes": 1 << 26}],
+BOTH = ("tensor parallelism", "attention triton")
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, pytest.param({}, marks=pytest.mark.proves(*BOTH)),
+                                     {"speculation": "ngram", "speculation_tokens": 3}, {"overlap": False},
+                                     {"deterministic": True}, {"kv_host_bytes": 1 << 26}],
                          ids=["eager", "graphs", "drafts", "no overlap", "deterministic", "host memory"])
-def test_two_gpus_give_the_text_of_one(llama: Path, one: list[list[int]], options: dict):
-    two, drafted = answers(llama, 2, **options)
+def test_two_gpus_give_the_text_of_one(llama: Path, one: list[list[int]], proof: ProofOf, options: dict):
+    two, drafted, steps = answers(llama, 2, **options)
     assert two == one and (drafted > 0) == ("speculation" in options)
+    for feature in proof.declared:
+        proof.show(feature, steps)
 
 
 def test_a_killed_rank_ends_the_engine_at_once(llama: Path):
