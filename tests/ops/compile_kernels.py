@@ -26,8 +26,9 @@ from stretto.ops import (
     triton_step,
 )
 
-DATA = ("x", "w", "norm", "bias", "out", "weight", "gate_up", "q_weight", "k_weight", "k_cache", "v_cache")
-FLOATS = ("table", "reals", "logits", "values", "partial")
+DATA = ("x", "w", "norm", "bias", "out", "weight", "gate_up", "q_weight", "k_weight", "k_cache", "v_cache",
+        "after", "weighted", "x_tiles", "w_tiles")
+FLOATS = ("table", "reals", "logits", "values", "partial", "before", "squares")
 LONGS = ("positions", "cells", "slots", "ids", "sampled", "token_rows", "out_tokens", "out_rows", "offered")
 INTS = ("rows", "ints", "base", "q_len", "kv_len", "n_out", "cu_q", "cu_out", "log", "arrivals", "step_n_out", "stops",
         "n_new", "accepted", "known", "length", "ndraft", "offer_width", "wants")
@@ -96,6 +97,10 @@ def tile_kernels(arch: int, pdl: bool):
                      STAGES=4, BIAS=True, PDL=pdl, PRECISION="tf32", UPCAST=False)
         yield f"fixed tiles of {rows} rows", build(triton_fixed.fixed_tiles_kernel, sizes, rows // 16, arch,
                                                    tiles(sizes))
+    for rows in (16, 64):
+        sizes = dict(BM=rows, BN=64, BK=128, SPLIT=2, STAGES=4, AHEAD=64, PIECE=32, BIAS=True, GATED=False, ADD=True,
+                     BEFORE=64, AFTER=True, COPIES=True, PDL=pdl, PRECISION="tf32", UPCAST=False)
+        yield f"few rows, {rows}, copied", build(triton_skinny.few_rows_kernel, sizes, 4, arch, tiles(sizes))
     for rows in (128, 256):
         for gated in (False, True):
             sizes = dict(BM=rows, BN=64, BK=64, SPLIT=1 if gated else 2, STAGES=3, AHEAD=64, PIECE=32, BIAS=True,
