@@ -21,6 +21,7 @@ from stretto.ops.packed import BLOCK, MOST_ROWS, Layout, Packed, unpack4
 
 CPU_GROUPS = (32, 64, 128, 256)  # that torch's int4 kernel takes
 ROWS = 16  # outputs come in multiples of this
+AT_ONCE = 2048  # outputs that are packed at a time; torch packs blocks of at most 64 by themselves
 
 
 def stays_packed(layout: Layout, outputs: int, inputs: int, dtype: torch.dtype, device: str, fixed: bool) -> bool:
@@ -102,8 +103,12 @@ class Int4CpuMatrix(_CpuMatrix):
         super().__init__(bias)
         group = _cpu_group(weight.layout, weight.inputs)
         assert group is not None
-        self._group = group
-        self._planes = [self._plane(*plane, weight.layout.group // group) for plane in _planes(weight)]
+        self._group, parts = group, []
+        for at in range(0, weight.outputs, AT_ONCE):  # what is unpacked on the way takes eight times the room
+            parts.append([self._plane(*plane, weight.layout.group // group)
+                          for plane in _planes(weight.rows(at, min(AT_ONCE, weight.outputs - at)))])
+        self._planes = [(torch.cat([codes for codes, _ in plane]), torch.cat([scales for _, scales in plane], 1))
+                        for plane in zip(*parts, strict=True)]
 
     @staticmethod
     def _plane(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor,
