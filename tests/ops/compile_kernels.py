@@ -18,8 +18,10 @@ from stretto.ops import (
     skinny,
     triton_exchange,
     triton_fixed,
+    triton_kv_write,
     triton_layer,
     triton_ngram,
+    triton_packed,
     triton_recurrent,
     triton_skinny,
     triton_some_rows,
@@ -59,6 +61,23 @@ def layer_kernels(arch: int, pdl: bool):
         types = dict(k_scales="*u8", v_scales="*u8") | (dict(k_cache="*fp8e4nv", v_cache="*fp8e4nv") if fp8 else {})
         yield "rotate, 8 bits" if fp8 else "rotate", build(triton_layer.rotate_kernel, sizes | dict(FP8=fp8), 2, arch,
                                                            types)
+
+
+def packed_kernels(arch: int, pdl: bool):
+    """One of each kind of codes, at most rows."""
+    kinds = {"int4": ("*u8", 64, 32), "int8": ("*i8", 128, 0)} | ({"fp8": ("*fp8e4nv", 128, 128)} if arch >= 89 else {})
+    for kind, (codes, columns, group) in kinds.items():
+        types = {"codes": codes, "scales": "*fp32" if kind == "fp8" else "*bf16", "offsets": "*bf16",
+                 "row_scales": "*fp32"}
+        options = dict(INT4=kind == "int4", GROUP=group, OFFSETS=kind == "int4", PDL=pdl)
+        yield f"{kind} by few rows", build(
+            triton_packed.few_rows_kernel, options | dict(BIAS=True, ADD=True, ROW_SCALES=False, BM=64, BN=64,
+                                                          BK=columns, STAGES=4, UPCAST=False), 4, arch, types)
+        yield f"{kind} to numbers", build(triton_packed.dequantize_kernel, options | dict(BK=1024), 4, arch, types)
+    if arch >= 89:
+        yield "write of 8-bit cells", build(
+            triton_kv_write._write_fp8_kernel, dict(PAGE=16, HEADS=8, D=128, BLOCK=128), 1, arch,
+            dict(k="*bf16", v="*bf16", k_cache="*fp8e4nv", v_cache="*fp8e4nv", k_scales="*u8", v_scales="*u8"))
 
 
 def skinny_kernels(arch: int, pdl: bool):
@@ -157,7 +176,7 @@ def main() -> None:
     parser.add_argument("arch", type=int)
     arch = parser.parse_args().arch
     torch.set_num_threads(1)
-    for kernels in (layer_kernels, skinny_kernels, fixed_kernels, step_kernels,
+    for kernels in (layer_kernels, packed_kernels, skinny_kernels, fixed_kernels, step_kernels,
                     rank_kernels, recurrent_kernels):
         for name, shared in kernels(arch, arch >= 90):
             print(json.dumps({name: shared}))
