@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -129,6 +130,15 @@ def _whole(text: str) -> tuple[int, Any] | None:
     return end, value
 
 
+def _tail(text: str, final: bool, follows: ReadTail) -> Tail | None:
+    """Of a call that is an object: the rest of it behind the arguments, then what `follows` it."""
+    close = _CLOSE.match(text)
+    if close is None:
+        return Tail(0) if final or "}" in text else None
+    behind = follows(text[close.end():], final)
+    return None if behind is None else Tail(close.end() + behind.end, behind.more)
+
+
 class Hermes:
     begin, markers, bare = CALL, (CALL, END_CALL), False
 
@@ -167,7 +177,7 @@ class Llama:
 
     def head(self, text: str, first: bool, final: bool) -> Head | Calls | Words | None:
         if found := _OBJECT_HEAD.match(text):
-            return Head(found.end(), found[1], self._tail)
+            return Head(found.end(), found[1], partial(_tail, follows=self._follows))
         said, key = text.lstrip(), _FIRST_KEY.match(text)
         if (said and said[0] != "{") or (key and key[1] not in _KEYS):
             return Words(0)
@@ -177,15 +187,11 @@ class Llama:
         return Words(len(text)) if final else None
 
     @staticmethod
-    def _tail(text: str, final: bool) -> Tail | None:
-        close = _CLOSE.match(text)
-        if close is None:
-            return Tail(0) if final or "}" in text else None
-        rest = text[close.end():]
-        if more := re.match(r";\s*(?=\{)", rest):
-            return Tail(close.end() + more.end(), True)
-        waits = re.fullmatch(r"(;\s*)?", rest) is not None and not final
-        return None if waits else Tail(close.end())
+    def _follows(text: str, final: bool) -> Tail | None:
+        if more := re.match(r";\s*(?=\{)", text):
+            return Tail(more.end(), True)
+        waits = re.fullmatch(r"(;\s*)?", text) is not None and not final
+        return None if waits else Tail(0)
 
     def rules(self, calls: Sequence[tuple[str, str]], several: bool, sign: Callable[[str], str]) -> list[str]:
         word = r"[^{<\s]" if is_text(sign(PYTHON_TAG)) else r"[^{\s]"
@@ -207,7 +213,7 @@ class Mistral:
         said = text.lstrip()
         if not first or said[:1] in ("[", "{"):
             if found := _LIST_HEAD.match(text):
-                return Head(found.end(), found[1], self._tail)
+                return Head(found.end(), found[1], partial(_tail, follows=self._follows))
             if (whole := _whole(text)) is not None:
                 values = whole[1] if isinstance(whole[1], list) else [whole[1]]
                 calls = [call for call in map(call_of, values) if call is not None]
@@ -219,14 +225,10 @@ class Mistral:
         return Words(len(text)) if final else None
 
     @staticmethod
-    def _tail(text: str, final: bool) -> Tail | None:
-        close = _CLOSE.match(text)
-        if close is None:
-            return Tail(0) if final or "}" in text else None
-        rest = text[close.end():]
-        if not rest and not final:
+    def _follows(text: str, final: bool) -> Tail | None:
+        if not text and not final:
             return None
-        return Tail(close.end() + (rest[:1] in (",", "]")), rest[:1] == ",")
+        return Tail(int(text[:1] in (",", "]")), text[:1] == ",")
 
     def rules(self, calls: Sequence[tuple[str, str]], several: bool, sign: Callable[[str], str]) -> list[str]:
         rules = [f"call: {sign(TOOL_CALLS)} inner", lazily("before", TOOL_CALLS, sign)]
