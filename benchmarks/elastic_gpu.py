@@ -140,7 +140,7 @@ class ByTokens(Fixed):
 
     def ran(self, result: StepResult, seconds: float) -> None:
         flight = self._flights.pop(result.seq, None)
-        rows = [(r.slot, flight.allowed[r.slot], r.verified, max(len(r.new) - 1, 0)) for r in result.rows
+        rows = [(r.slot, r.verified, max(len(r.new) - 1, 0)) for r in result.rows
                 if flight is not None and r.slot in flight.allowed]
         if rows:
             self.acceptance.note(*np.asarray(rows).T)

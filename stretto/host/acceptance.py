@@ -52,16 +52,19 @@ class Acceptance:
         self._tried[slot], self._passed[slot], self._offered[slot] = known
         self._squares[slot] = self._tried[slot, :1].sum()
 
-    def note(self, slots: np.ndarray, allowed: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
-        """Rows of one step, all [R] and each slot once: a row might verify `allowed` drafts, was offered `verified` of
-        them, and `accepted` were right."""
+    def note_offers(self, slots: np.ndarray, asked: np.ndarray, offered: np.ndarray) -> None:
+        """Rows of one step, all [R] and each slot once: of `asked` drafts the drafter found `offered`."""
         places = np.arange(self.width)
-        may, offered = places < allowed[:, None], places < verified[:, None]
-        self._offered[slots] += np.where(may, (1 - OFFER_MEMORY) * (offered - self._offered[slots]), 0)
+        may, found = places < asked[:, None], places < offered[:, None]
+        self._offered[slots] += np.where(may, (1 - OFFER_MEMORY) * (found - self._offered[slots]), 0)
         seen = may.sum(0)
         keep = ALL_MEMORY**seen
-        self._all_offered = keep * self._all_offered + (1 - keep) * (may & offered).sum(0) / np.maximum(seen, 1)
+        self._all_offered = keep * self._all_offered + (1 - keep) * (may & found).sum(0) / np.maximum(seen, 1)
 
+    def note(self, slots: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
+        """Rows of one step, all [R] and each slot once: `verified` drafts of a row were looked at, `accepted` were
+        right."""
+        places = np.arange(self.width)
         tried = places < np.minimum(accepted + 1, verified)[:, None]  # behind the first wrong one nothing is learnt
         passed = tried & (places < accepted[:, None])
         self._tried[slots] += tried

@@ -245,7 +245,7 @@ class Elastic:
     def _absent(self, demand: Demand, drafts: np.ndarray, offered: np.ndarray) -> int:
         """Of the drafts that rows may verify, how many the step need not have room for: all but those that come on
         average and two standard deviations. offered [R, K]: the chance that each is there; rows are independent."""
-        if self.exact or not drafts.any():
+        if self.exact or self.on_host or not drafts.any():
             return 0
         places = np.arange(offered.shape[1])
         chance = np.where(places < drafts[:, None], np.where(demand.fixed[:, None], 1.0, offered), 0.0)
@@ -317,13 +317,13 @@ class Elastic:
         flight = self._flights.pop(result.seq, None)
         if flight is None:
             return
-        allowed = flight.allowed
-        rows = [(row.slot, allowed[row.slot], row.verified, len(row.new)) for row in result.rows if row.slot in allowed]
-        emitted = sum(row[3] for row in rows)
+        allowed, work = flight.allowed, flight.work
+        rows = [(row.slot, row.verified, len(row.new)) for row in result.rows if row.slot in allowed]
+        emitted = sum(row[2] for row in rows)
         if rows:
-            slots, may, verified, new = np.asarray(rows).T
-            self.acceptance.note(slots, may, verified, np.maximum(new - 1, 0))
-        work = flight.work
+            slots, verified, new = np.asarray(rows).T
+            self.acceptance.note(slots, verified, np.maximum(new - 1, 0))
+        self._note_offers(result, allowed, work.draft_width)
         if self.exact:
             work = work._replace(tokens=sum(row.fed for row in result.rows))
         counters = self.counters
@@ -334,6 +334,16 @@ class Elastic:
             plain = flight.choice.plain_seconds + max(0.0, emitted / len(rows) - 1) * flight.choice.round_seconds
             counters.plain_seconds += plain
             counters.regret_seconds += max(0.0, seconds - plain)
+
+
+    def _note_offers(self, result: StepResult, allowed: Mapping[int, int], width: int) -> None:
+        """What the drafter found: for the rows of this step at its end; on the host, for those that it verified."""
+        if self.on_host:
+            found = [(row.slot, allowed[row.slot], row.verified) for row in result.rows if row.slot in allowed]
+        else:
+            found = [(row.slot, width, len(row.offered)) for row in result.rows if width and row.new and not row.done]
+        if found:
+            self.acceptance.note_offers(*np.asarray(found).T)
 
 
 class Sizes:

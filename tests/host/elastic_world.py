@@ -83,7 +83,7 @@ def play(point: Point, policy, steps: int, seed: int = 0, skip: int = 0, noise: 
     """Generated tokens a second, prompts being fed in between as they come."""
     rng = np.random.default_rng(seed)
     slots = np.arange(1, point.rows + 1)
-    drafted, tokens, seconds, owed = 0, 0, 0.0, 0.0
+    offered, tokens, seconds, owed = np.zeros(point.rows, np.int64), 0, 0.0, 0.0
     for step in range(steps):
         chunk = int(min(owed, CHUNK)) if owed >= CHUNK / 4 else 0
         demand = Demand(slots, np.full(point.rows, WIDTH), np.zeros(point.rows, bool), point.rows * point.context,
@@ -93,7 +93,7 @@ def play(point: Point, policy, steps: int, seed: int = 0, skip: int = 0, noise: 
             drafts, width, chunk, absent = choice.drafts, choice.draft_width, choice.chunk_tokens, choice.absent
         else:
             (drafts, width), absent = policy.choose(demand), 0
-        verified = np.where(rng.random(point.rows) < point.offers, np.minimum(drafts, drafted), 0)
+        verified = np.minimum(drafts, offered)
         before = np.cumsum(verified) - verified
         verified = np.clip(sum(drafts) - absent - before, 0, verified)  # those that do not fit wait (ops/bind.py)
         chances = np.asarray([point.acceptance(row, step) for row in range(point.rows)])
@@ -103,12 +103,12 @@ def play(point: Point, policy, steps: int, seed: int = 0, skip: int = 0, noise: 
         planned = point.rows + (int(verified.sum()) if exact else sum(drafts) - absent) + chunk
         work = StepWork(point.rows, planned, demand.context + chunk, chunk * chunk, width)
         took = true_seconds(work) * float(np.exp(noise * rng.standard_normal()))
+        offered = np.where(rng.random(point.rows) < point.offers, width, 0)
         if isinstance(policy, Elastic):
             policy.launched(step, choice, {slot: 1 + k for slot, k in zip(slots.tolist(), drafts)}, planned, width)
-            rows = [RowResult(slot, 1, 1 + k, n, 0, 0, False, [0] * out, []) for slot, k, n, out
-                    in zip(slots.tolist(), drafts, verified.tolist(), emitted.tolist())]
+            rows = [RowResult(slot, 1, 1 + k, n, 0, 0, False, [0] * out, [0] * found) for slot, k, n, out, found
+                    in zip(slots.tolist(), drafts, verified.tolist(), emitted.tolist(), offered.tolist())]
             policy.ran(StepResult(step, rows), took)
-        drafted = width
         owed += point.prompts * int(emitted.sum()) - chunk
         if step >= skip:
             tokens += int(emitted.sum())

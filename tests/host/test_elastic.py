@@ -89,6 +89,17 @@ def test_steps_have_room_for_what_is_likely_to_be_offered():
     assert policy.counters.absent_drafts > 100
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_drafter_that_found_nothing_for_long_is_heard_when_it_does(exact: bool):
+    policy = elastic(exact)
+    play(Point("", 32, 1000, always(0.9), offers=0.0), policy, 300)
+    assert policy.acceptance.offered(np.arange(1, 33)).max() < 0.05
+    before = sum(policy.counters.chosen[4:])
+    point = Point("", 32, 1000, always(0.9))
+    assert play(point, policy, 300, skip=100) > 1.5 * play(point, Fixed(0), 300)
+    assert sum(policy.counters.chosen[4:]) - before > 32 * 100
+
+
 def test_few_sizes_of_steps_serve():
     """Each is a graph to capture: where acceptance differs from row to row, the best size differs from step to step."""
     for preparing, most in ((0.0, 40), (PREPARING, 12)):
@@ -199,9 +210,11 @@ def test_widths_that_do_not_rise_from_none_are_refused(widths: tuple[int, ...]):
 
 
 # ------------------------------------------------------------------------------------------------- acceptance, cost
-def note(acceptance: Acceptance, slot: int, allowed: int, verified: int, accepted: int, times: int = 1) -> None:
+def note(acceptance: Acceptance, slot: int, asked: int, verified: int, accepted: int, times: int = 1) -> None:
+    """A row of which all that was offered was verified."""
     for _ in range(times):
-        acceptance.note(*(np.asarray([n]) for n in (slot, allowed, verified, accepted)))
+        acceptance.note_offers(*(np.asarray([n]) for n in (slot, asked, verified)))
+        acceptance.note(*(np.asarray([n]) for n in (slot, verified, accepted)))
 
 
 def test_acceptance_follows_what_was_verified():
@@ -221,7 +234,7 @@ def test_how_much_a_row_says_of_itself_depends_on_how_different_rows_are(rates: 
     for _ in range(150):
         acceptance.step(slots)
         right = (rng.random(64) < truth).astype(np.int64)
-        acceptance.note(slots, np.ones(64, np.int64), np.ones(64, np.int64), right)
+        acceptance.note(slots, np.ones(64, np.int64), right)
     error = np.abs(acceptance.survival(slots)[:, 0] - truth).mean()
     assert error < (0.08 if differ else 0.03)
     assert (acceptance._weight < 15) is differ
