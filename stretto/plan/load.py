@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LEAST_SECONDS = 120.0  # that a drawn load lasts
-LEAST_TURNS, MOST_TURNS = 400, 2000  # of a drawn load; what lasts longer is cut
+USUAL_SECONDS = 120.0  # that a drawn load lasts, as long as that is
+LEAST_TURNS, MOST_TURNS = 400, 2500  # turns, about
+ANSWER_SECONDS = 3.0  # a guess, to say how many turns a user has in some time
 
 
 class Turn(NamedTuple):
@@ -30,10 +31,19 @@ class Turn(NamedTuple):
 
 
 class Talk(NamedTuple):
-    """One conversation, or those of one user one after the other. `at`: seconds at which it begins."""
+    """One conversation, or those of one user one after the other. `at`: seconds at which its first turn here comes.
+    `history`: tokens of turns that were before that."""
 
     at: float
     turns: tuple[Turn, ...]
+    history: int = 0
+
+
+class Drawn(NamedTuple):
+    """What comes to a server on which such a load has been for long. `seconds`: until nobody looks any more."""
+
+    talks: list[Talk]
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -107,23 +117,40 @@ class Load:
             return replace(self, rate=amount)
         return replace(self, users=max(1, round(amount)))
 
-    def draw(self, seed: int = 0) -> list[Talk]:
-        """Conversations in the order of their beginning. The same seed gives the same sizes at any rate."""
-        rng, sizes = random.Random(seed), random.Random(seed + 1)
-        if self.rate is not None:
-            wanted = min(max(LEAST_TURNS, self.rate * LEAST_SECONDS), MOST_TURNS)
-            at, talks = 0.0, []
-            for _ in range(math.ceil(wanted / self.turns)):
-                at += rng.expovariate(1.0) / (self.rate / self.turns)
-                talks.append(Talk(at, self._turns(sizes)))
-            return talks
+    def draw(self, seed: int = 0) -> Drawn:
+        """Of a load with pauses some conversations have begun before: whoever thinks at time 0 goes on after another
+        exponential pause, since such pauses have no memory."""
+        rng = random.Random(seed)
+        return self._of_users(rng) if self.rate is None else self._of_rate(rng, self.rate)
+
+    def _of_rate(self, rng: random.Random, rate: float) -> Drawn:
+        seconds = max(LEAST_TURNS / rate, min(USUAL_SECONDS, MOST_TURNS / rate))
+        starts, at, talks = rate / self.turns, 0.0, list[Talk]()
+        for stage in range(1, self.turns if self.think else 1):
+            expected = starts * self.think
+            count = int(expected) + (rng.random() < expected % 1)
+            talks += [self._under_way(rng, stage, rng.expovariate(1 / self.think)) for _ in range(count)]
+        while (at := at + rng.expovariate(starts)) < seconds:
+            talks.append(Talk(at, self._turns(rng)))
+        return Drawn(sorted(talks), seconds)
+
+    def _of_users(self, rng: random.Random) -> Drawn:
         assert self.users is not None
-        each = max(1, math.ceil(LEAST_TURNS / self.users / self.turns))
+        pause = self.think + ANSWER_SECONDS
+        seconds = max(2 * self.think + 20, LEAST_TURNS * pause / self.users)
+        conversations = math.ceil(3 * seconds / pause / self.turns) + 1
         talks = []
         for _ in range(self.users):
-            turns = tuple(turn for number in range(each) for turn in self._turns(sizes, again=number > 0))
-            talks.append(Talk(rng.random() * max(self.think, 1.0), turns))
-        return sorted(talks)
+            at = rng.expovariate(1 / self.think) if self.think else rng.random()
+            first = self._under_way(rng, rng.randrange(self.turns), at)
+            later = (turn for _ in range(conversations) for turn in self._turns(rng, again=True))
+            talks.append(first._replace(turns=(*first.turns, *later)))
+        return Drawn(sorted(talks), seconds)
+
+    def _under_way(self, rng: random.Random, stage: int, at: float) -> Talk:
+        """A conversation of which so many turns are over."""
+        turns = self._turns(rng)
+        return Talk(at, turns[stage:], sum(turn.prompt + turn.output for turn in turns[:stage]))
 
     def _turns(self, rng: random.Random, again: bool = False) -> tuple[Turn, ...]:
         """Of one conversation; `again`: after another one of the same user."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from stretto.plan.hardware import Engine, Hardware
 from stretto.plan.load import Load, Talk, thinned
 from stretto.plan.shapes import Shape
-from stretto.plan.simulate import Outcome, Replica, simulate
+from stretto.plan.simulate import Outcome, Replica, simulate, simulate_long
 from stretto.plan.steps import Steps
 
 UTILIZATION = 0.9  # of a device's memory, as the engine takes it by default
@@ -142,7 +142,7 @@ class _Capacity:
     # ------------------------------------------------------------------------------------------------- drawn loads
     def _of_load(self, load: Load) -> Option:
         def run(amount: float) -> Outcome:
-            return simulate(self._replica, load.with_amount(amount).draw())
+            return simulate_long(self._replica, load.with_amount(amount).draw())
 
         least = 1.0 if load.users is not None else 1e-3
         alone = run(least)

@@ -40,7 +40,7 @@ def _entry(option: Option) -> dict[str, Any]:
     if (outcome := option.outcome) is not None:
         entry |= {"first_token": {f"p{int(100 * q)}": outcome.first_token(q) for q in (0.5, 0.99)},
                   "between_tokens": {f"p{int(100 * q)}": outcome.between(q) for q in (0.5, 0.99)},
-                  "output_tokens_per_second": outcome.output_rate * option.replicas,
+                  "output_tokens_per_second": outcome.steady_rate * option.replicas,
                   "cached_share": outcome.cached_tokens / max(outcome.prompt_tokens, 1), "busy": outcome.load}
     return entry
 
@@ -70,7 +70,10 @@ def render(question: Question, options: Sequence[Option]) -> RenderableType:
 
 def best_of_each(options: Sequence[Option]) -> list[Option]:
     """The best schedule of every grouping, in the order that they have."""
-    return list({option.ranks: option for option in reversed(options)}.values())[::-1]
+    found: dict[int, Option] = {}
+    for option in options:
+        found.setdefault(option.ranks, option)
+    return list(found.values())
 
 
 def _cells(option: Option) -> list[str]:
@@ -81,7 +84,7 @@ def _cells(option: Option) -> list[str]:
     first, between = ([1e3 * of(q) for q in (0.5, 0.99)] for of in (outcome.first_token, outcome.between))
     return [f"{option.devices:,}", f"{option.replicas:,} x {option.ranks}", str(option.schedule.chunk), kv,
             f"{option.per_replica:,.3g}", f"{first[0]:,.0f}  {first[1]:,.0f}", f"{between[0]:.1f}  {between[1]:.1f}",
-            f"{outcome.output_rate * option.replicas:,.0f}", option.limit.partition(":")[0]]
+            f"{outcome.steady_rate * option.replicas:,.0f}", option.limit.partition(":")[0]]
 
 
 def _advice(options: Sequence[Option]) -> str:

@@ -13,14 +13,35 @@ that are alike are taken together, since their cost grows evenly with the contex
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from stretto.host.cost import CostModel, StepWork
-from stretto.plan.load import Talk
+from stretto.plan.load import Drawn, Talk
+
+WARM = 0.2  # share of a drawn load in which the batch fills
+
+
+class CostTable:
+    """A cost model's seconds from a table of token counts and three slopes: the same figures (a test compares), fifty
+    times as fast."""
+
+    def __init__(self, cost: CostModel, most: int):
+        bare = StepWork(0, 0, 0)
+        self._base: list[float] = cost.curve(bare, np.arange(most + 1)).tolist()
+        start = cost.seconds(bare)
+        scale = 1 << 20
+        self._row, self._cell, self._pair = ((cost.seconds(work) - start) / scale for work in (
+            StepWork(scale, 0, 0), StepWork(0, 0, scale), StepWork(0, 0, 0, scale)))
+
+    def seconds(self, rows: int, tokens: int, context: int, pairs: int = 0) -> float:
+        base = self._base[min(tokens, len(self._base) - 1)]
+        return base + rows * self._row + context * self._cell + pairs * self._pair
 
 
 @dataclass(frozen=True)
@@ -35,6 +56,10 @@ class Replica:
     chunk: int
     overhead: float = 0.002
     shared: int = 0  # tokens at every conversation's beginning that the prefix cache has
+
+    @cached_property
+    def table(self) -> CostTable:
+        return CostTable(self.cost, self.budget + self.seats)
 
 
 @dataclass
@@ -53,7 +78,7 @@ class Outcome:
     turns: int = 0
     most_kv: int = 0
     blocked_by_kv: float = 0.0  # seconds in which somebody waited for cells, not for a place
-    late: float = 0.0  # seconds from the last arrival of a conversation to the end of the last answer
+    progress: list[tuple[float, int]] = field(default_factory=list)  # (when, generated tokens so far)
 
     def first_token(self, share: float) -> float:
         return float(np.quantile(self.first, share)) if self.first else 0.0
@@ -71,12 +96,24 @@ class Outcome:
         return self.output_tokens / self.seconds if self.seconds else 0.0
 
     @property
+    def steady_rate(self) -> float:
+        """Generated tokens a second in the middle half of the time: without the beginning and the end, which a load
+        that is drawn has and a real one has not."""
+        if not self.progress:
+            return 0.0
+        times, counts = np.asarray(self.progress).T
+        quarter = (times[-1] - times[0]) / 4
+        if quarter <= 0:
+            return self.output_rate
+        return float(np.diff(np.interp([times[0] + quarter, times[-1] - quarter], times, counts))[0] / (2 * quarter))
+
+    @property
     def load(self) -> float:
         """Share of the time in which steps ran."""
         return self.busy / self.seconds if self.seconds else 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     talk: int
     turn: int
@@ -96,10 +133,12 @@ class _Request:
 class Simulation:
     """One run."""
 
-    def __init__(self, replica: Replica, talks: Sequence[Talk]):
-        self._replica, self._talks = replica, talks
-        self._arrivals = [(talk.at, index, 0, 0) for index, talk in enumerate(talks)]  # at, talk, turn, history
-        heapq.heapify(self._arrivals)
+    def __init__(self, replica: Replica, talks: Sequence[Talk], until: float = math.inf, since: float = 0.0):
+        """`until`: seconds at which it is cut off. `since`: requests before that are not looked at."""
+        self._replica, self._talks, self._until, self._since = replica, talks, until, since
+        self._seconds = replica.table.seconds
+        self._arrivals = [(talk.at, index, 0, talk.history) for index, talk in enumerate(talks)]
+        heapq.heapify(self._arrivals)  # (when, talk, turn, history)
         self._waiting: deque[_Request] = deque()
         self._filling: deque[_Request] = deque()  # their prompts are being computed
         self._ends: list[tuple[int, int, _Request]] = []  # (decode steps at which it ends, tie, request)
@@ -112,9 +151,13 @@ class Simulation:
         self._seen = 0.0  # arrivals up to here may be in the next step
         self._ties = 0
         self.outcome = Outcome()
+        for index, talk in enumerate(talks):
+            if talk.history:
+                self._keep(index, talk.history - 1)
+        self._make_room(0)
 
     def run(self) -> Outcome:
-        while self._arrivals or self._waiting or self._filling or self._ends:
+        while (self._arrivals or self._waiting or self._filling or self._ends) and self._now < self._until:
             if not (self._waiting or self._filling or self._ends):
                 self._now = max(self._now, self._arrivals[0][0])
                 self._seen = self._now
@@ -126,8 +169,9 @@ class Simulation:
                 self._decode_steps()
             else:  # everybody waits for what has yet to arrive
                 self._seen = self._now = max(self._now, self._arrivals[0][0])
+        for request in (*self._waiting, *self._filling):  # cut off: it took them so long at least
+            self._saw(request, request.admitted if request in self._filling else self._now)
         self.outcome.seconds = self._now
-        self.outcome.late = self._now - max((talk.at for talk in self._talks), default=0.0)
         return self.outcome
 
     # ---------------------------------------------------------------------------------------------------- arrival
@@ -182,7 +226,7 @@ class Simulation:
             tokens += size
             context += request.context + size
             pairs += size * request.context + size * (size + 1) // 2
-        seconds = replica.cost.seconds(StepWork(rows + len(chunks), rows + tokens, context, pairs))
+        seconds = self._seconds(rows + len(chunks), rows + tokens, context, pairs)
         self._pass(seconds, 1)
         self._grow(1)
         for request, size in chunks:
@@ -194,10 +238,10 @@ class Simulation:
 
     def _decode_steps(self) -> None:
         """Steps until a row ends, or somebody arrives: seconds of the i-th are `first + i * more`."""
-        rows, cost = len(self._ends), self._replica.cost
+        rows = len(self._ends)
         most = self._ends[0][0] - self._decoded
-        first = cost.seconds(StepWork(rows, rows, self._contexts))
-        more = max(cost.seconds(StepWork(rows, rows, self._contexts + rows * most)) - first, 0.0) / most
+        first = self._seconds(rows, rows, self._contexts)
+        more = max(self._seconds(rows, rows, self._contexts + rows * most) - first, 0.0) / most
         count = most
         if self._arrivals and self._seats_left():
             count = min(most, 1 + _steps_until(self._arrivals[0][0] - self._now, first, more))
@@ -214,9 +258,10 @@ class Simulation:
         self._seen = self._now + seconds * (steps - 1) / steps
         self._now += seconds
         self.outcome.busy += seconds
-        if self._ends:
+        if self._ends and self._now >= self._since:
             self.outcome.gaps.append((seconds / steps, steps * len(self._ends)))
-            self.outcome.output_tokens += steps * len(self._ends)
+        self.outcome.output_tokens += steps * len(self._ends)
+        self.outcome.progress.append((self._now, self.outcome.output_tokens))
 
     def _grow(self, steps: int) -> None:
         self._decoded += steps
@@ -227,16 +272,19 @@ class Simulation:
             self._end(request)
 
     def _first_token(self, request: _Request) -> None:
-        outcome = self.outcome
-        outcome.first.append(self._now - request.arrived + self._replica.overhead)
-        outcome.waited.append(request.admitted - request.arrived)
-        outcome.output_tokens += 1
+        self._saw(request, request.admitted)
+        self.outcome.output_tokens += 1
         if request.output == 1:
             self._end(request)
             return
         self._ties += 1
         self._contexts += request.history + request.prompt
         heapq.heappush(self._ends, (self._decoded + request.output - 1, self._ties, request))
+
+    def _saw(self, request: _Request, admitted: float) -> None:
+        if request.arrived >= self._since:
+            self.outcome.first.append(self._now - request.arrived + self._replica.overhead)
+            self.outcome.waited.append(admitted - request.arrived)
 
     def _end(self, request: _Request) -> None:
         self._reserved -= request.length
@@ -260,4 +308,10 @@ def _steps_until(seconds: float, first: float, more: float) -> int:
 
 
 def simulate(replica: Replica, talks: Sequence[Talk]) -> Outcome:
+    """From the first request to the end of the last."""
     return Simulation(replica, talks).run()
+
+
+def simulate_long(replica: Replica, load: Drawn) -> Outcome:
+    """A load that has been there for long: neither what is drawn first, while the batch fills, nor the end is seen."""
+    return Simulation(replica, load.talks, load.seconds, load.seconds * WARM).run()

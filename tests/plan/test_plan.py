@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from stretto.plan.load import Lengths, Load, Talk, Turn, parse_load, read_trace
 from stretto.plan.options import Goals, Option, Question, kv_room, plan
 from stretto.plan.report import as_data
 from stretto.plan.shapes import find_shape, known_shapes
-from stretto.plan.simulate import Replica, _steps_until, simulate
+from stretto.plan.simulate import CostTable, Replica, _steps_until, simulate, simulate_long
 from stretto.plan.steps import Steps
 
 SMALL = find_shape("qwen3-0.6b")
@@ -31,8 +32,8 @@ def flat_cost(fixed: float = 0.01, token: float = 1e-4, cell: float = 1e-7) -> C
 
 # ---------------------------------------------------------------------------------------------------------- simulation
 turns = st.builds(Turn, prompt=st.integers(1, 900), output=st.integers(1, 40), think=st.floats(0, 2))
-talks = st.lists(st.builds(Talk, at=st.floats(0, 5), turns=st.lists(turns, min_size=1, max_size=4).map(tuple)),
-                 min_size=1, max_size=12)
+talks = st.lists(st.builds(Talk, at=st.floats(0, 5), turns=st.lists(turns, min_size=1, max_size=4).map(tuple),
+                           history=st.integers(0, 500)), min_size=1, max_size=12)
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,7 +45,7 @@ def test_every_token_of_every_turn_comes_once(talks: list[Talk], kv: int, seats:
     assert len(outcome.first) == outcome.turns == len(every) and min(outcome.first) > 0
     assert sum(n for _, n in outcome.gaps) == outcome.output_tokens - len(every)
     assert outcome.busy <= outcome.seconds + 1e-9
-    longest = max(sum(turn.prompt + turn.output for turn in talk.turns) for talk in talks)
+    longest = max(talk.history + sum(turn.prompt + turn.output for turn in talk.turns) for talk in talks)
     assert outcome.most_kv <= max(kv, longest)
     assert 0 <= outcome.cached_tokens <= outcome.prompt_tokens
 
@@ -57,6 +58,18 @@ def test_steps_taken_together_are_as_many_as_one_by_one(seconds: float, first: f
         passed += first + more * count
         count += 1
     assert abs(_steps_until(seconds, first, more) - count) <= 1
+
+
+@given(rows=st.integers(0, 400), chunk=st.integers(0, 500), context=st.integers(0, 10**6), pairs=st.integers(0, 10**7))
+def test_the_table_of_costs_is_the_cost_model(rows: int, chunk: int, context: int, pairs: int):
+    cost = real_cost()
+    expected = cost.seconds(StepWork(rows, rows + chunk, context, pairs))
+    assert CostTable(cost, 1000).seconds(rows, rows + chunk, context, pairs) == pytest.approx(expected, rel=1e-6)
+
+
+@cache
+def real_cost() -> CostModel:
+    return Steps(SMALL, ONE, engine()).cost(1000)
 
 
 def test_a_request_alone_takes_the_steps_of_its_tokens():
@@ -88,12 +101,12 @@ def test_decoding_goes_on_beside_prompts():
 
 
 # ------------------------------------------------------------------------------------------------------------- options
-def question(load: Load, hardware: Hardware = ONE, **changes) -> Question:
-    return Question(SMALL, hardware, engine(), load, Goals(1.0, 0.1), **changes)
-
-
 def load(rate: float, **changes) -> Load:
     return Load(Lengths(300, 600), Lengths(50, 100), rate=rate, **changes)
+
+
+def question(load: Load, hardware: Hardware = ONE, **changes) -> Question:
+    return Question(SMALL, hardware, engine(), load, Goals(1.0, 0.1), **changes)
 
 
 def devices(options: list[Option]) -> int:
@@ -120,6 +133,19 @@ def test_the_prediction_keeps_the_goals():
     best = plan(question(load(60)))[0]
     assert best.outcome is not None and best.limit
     assert best.outcome.first_token(0.99) <= 1.0 and best.outcome.between(0.99) <= 0.1
+
+
+@pytest.mark.parametrize("asked, turns_a_second", [
+    (load(4, turns=4, think=20.0), 4.0), (load(4), 4.0),
+    (Load(Lengths(300, 300), Lengths(50, 100), users=40, turns=5, think=10.0), 40 / 11.0)])
+def test_a_drawn_load_is_what_it_says_from_the_beginning_to_the_end(asked: Load, turns_a_second: float):
+    """Conversations that last longer than what is simulated have begun before it."""
+    replica = Replica(Steps(SMALL, ONE, engine()).cost(1100), 150_000, 256, 1024, 512)
+    drawn = asked.draw()
+    outcome = simulate_long(replica, drawn)
+    assert outcome.steady_rate == pytest.approx(turns_a_second * asked.output.mean, rel=0.15)
+    assert outcome.seconds == pytest.approx(drawn.seconds, rel=0.05)
+    assert len(outcome.first) == pytest.approx(0.8 * turns_a_second * drawn.seconds, rel=0.15)
 
 
 def test_one_user_needs_one_device_and_sees_bare_speed():
