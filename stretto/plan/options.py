@@ -90,16 +90,19 @@ def plan(question: Question) -> list[Option]:
 
 def kv_room(shape: Shape, hardware: Hardware, ranks: int, seats: int) -> int:
     """Tokens that the KV memory of a replica holds; below 0 where the weights alone are too large."""
-    room = hardware.memory * UTILIZATION - BUFFERS - (shape.weight_bytes + seats * shape.window_bytes) / ranks
+    share = shape.kv_share(ranks)
+    room = hardware.memory * UTILIZATION - BUFFERS - shape.weight_bytes / ranks - seats * shape.window_bytes * share
     if not shape.kv_token_bytes:
         return int(1e12) if room > 0 else -1
-    return int(room * ranks / shape.kv_token_bytes)
+    return int(room / share / shape.kv_token_bytes)
 
 
 def undivided(shape: Shape, ranks: int) -> str:
     """What so many devices cannot share; "": nothing."""
+    cut = {"heads": shape.heads % ranks, "KV heads": shape.kv_heads % ranks and ranks % shape.kv_heads,
+           "inner features": shape.inner % ranks}
     sizes = {"heads": shape.heads, "KV heads": shape.kv_heads, "inner features": shape.inner}
-    return " and ".join(f"{size} {name}" for name, size in sizes.items() if size % ranks)
+    return " and ".join(f"{sizes[name]} {name}" for name, rest in cut.items() if rest)
 
 
 class _Capacity:

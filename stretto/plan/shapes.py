@@ -75,6 +75,10 @@ class Shape:
         """Of a sequence in the layers that keep a window, when they are full."""
         return self.kv_layer_bytes * sum(self.windows)
 
+    def kv_share(self, ranks: int) -> float:
+        """Of the KV cache that each of so many devices holds: at least one head."""
+        return max(1 / ranks, 1 / self.kv_heads)
+
     def layer_weights_read(self, tokens: float) -> float:
         """Numbers of a layer that a step of so many tokens reads: of experts those that any token has chosen."""
         if not self.experts:

@@ -49,7 +49,7 @@ class Steps:
         head = self._product(2 * shape.head_weights / ranks, 2 * shape.head_weights * work.rows / ranks)
         cells = work.context * shape.kv_token_bytes + work.rows * shape.window_bytes
         chunks = 4 * shape.layers * shape.heads * shape.head_dim * work.pairs
-        return (shape.layers * layer + head + cells / ranks / (read * engine.attention_read)
+        return (shape.layers * layer + head + cells * shape.kv_share(ranks) / (read * engine.attention_read)
                 + chunks / ranks / (multiply * engine.attention_multiply) + engine.step_s)
 
     def _product(self, weights: float, operations: float) -> float:

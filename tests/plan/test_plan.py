@@ -60,6 +60,7 @@ def test_steps_taken_together_are_as_many_as_one_by_one(seconds: float, first: f
     assert abs(_steps_until(seconds, first, more) - count) <= 1
 
 
+@settings(deadline=None)
 @given(rows=st.integers(0, 400), chunk=st.integers(0, 500), context=st.integers(0, 10**6), pairs=st.integers(0, 10**7))
 def test_the_table_of_costs_is_the_cost_model(rows: int, chunk: int, context: int, pairs: int):
     cost = real_cost()
