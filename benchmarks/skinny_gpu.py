@@ -19,10 +19,11 @@ from multiprocessing import get_context
 
 import torch
 
+from stretto.ops.blocks import Blocks, OneRow, SomeRows
 from stretto.ops.launch import shared_memory
 from stretto.ops.layer import gate
 from stretto.ops.skinny import blocks_for
-from stretto.ops.triton_skinny import Blocks, OneRow, SomeRows, launch_few_rows, launch_one_row
+from stretto.ops.triton_skinny import launch_few_rows, launch_one_row
 from stretto.ops.triton_some_rows import launch_some_rows
 
 SHAPES = {  # outputs, inputs, gated

@@ -36,9 +36,9 @@ from stretto.model.layers import (
 )
 from stretto.model.shard import Shard, cut_heads, heads_of
 from stretto.model.weights import Weights
+from stretto.ops.blocks import Ahead
 from stretto.ops.fixed import elementwise
 from stretto.ops.layer import Rope
-from stretto.ops.skinny import Ahead
 from stretto.wire import STATE
 
 

@@ -23,11 +23,11 @@ from stretto.model.packed_matrix import JoinedMatrix, packed_matrix
 from stretto.model.shard import Columns, Piece, columns_of, first_holder, heads_of, rows_of, whole
 from stretto.model.weights import Weights
 from stretto.ops.attend import StepAttention
+from stretto.ops.blocks import Ahead
 from stretto.ops.fixed import elementwise
 from stretto.ops.layer import GATES as ACTIVATIONS
 from stretto.ops.layer import HeadWeights, Rope, gate, rms_norm, rotate
 from stretto.ops.packed import Packed
-from stretto.ops.skinny import Ahead
 
 logger = logging.getLogger(__name__)
 

@@ -9,17 +9,15 @@ packed, and then runs as two equal rows. So a model's text on a CPU is the same 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from stretto.ops.blocks import MOST_ROWS, Ahead, Blocks, OneRow, SomeRows
 from stretto.ops.launch import overlaps, shared_memory
 from stretto.ops.layer import gate, rms_norm
-from stretto.ops.skinny import MOST_ROWS, Ahead, blocks_for, fits
-
-if TYPE_CHECKING:
-    from stretto.ops.triton_skinny import Blocks
+from stretto.ops.skinny import blocks_for, fits
 
 _ROWS = 16  # the layout is chosen for this many rows; it serves 1 to thousands about as well
 
@@ -127,14 +125,12 @@ class CudaMatrix(PlainMatrix):
     @staticmethod
     def _alone(blocks: Blocks) -> bool:
         """Whether this is the kernel for a single row, which can norm it on the way."""
-        from stretto.ops.triton_skinny import OneRow
-
         return isinstance(blocks, OneRow)
 
     def _launch(self, x: torch.Tensor, blocks: Blocks, out: torch.Tensor, gated: bool = False, add: bool = False,
                 **norms: Any) -> torch.Tensor:
         """`norms` as the launch of that kernel takes them. Returns `out`."""
-        from stretto.ops.triton_skinny import SomeRows, launch_few_rows, launch_one_row
+        from stretto.ops.triton_skinny import launch_few_rows, launch_one_row
         from stretto.ops.triton_some_rows import launch_some_rows
 
         if isinstance(blocks, SomeRows):

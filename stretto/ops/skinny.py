@@ -6,29 +6,14 @@ Everything is decided by sizes alone, so that equal buckets run equal kernels. T
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from stretto.ops.triton_skinny import Blocks, OneRow, SomeRows
+from stretto.ops.blocks import MOST_ROWS, Blocks, OneRow, SomeRows
 
-MOST_ROWS = 64  # of the kernel for few rows: above, reading the rows again for each tile takes longer than the weights
 SOME_ROWS = 256  # of the kernel whose tiles come by the copy engine: above, cuBLAS is ahead
 HEAD = 32768  # outputs from which a matrix is as long as a vocabulary
 MOST_INPUTS = 8192  # of the kernel for one row
 SMALL = 8 << 20  # elements below which a matrix is read in a few microseconds
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """A norm that has begun where its input was made. What multiplies by the normed rows multiplies by `weighted`, and
-    its sums by 1 / rms, which follows from `squares`: so that the norm needs no launch of its own."""
-
-    weighted: torch.Tensor  # [m, n], the rows times the norm's weights
-    squares: torch.Tensor  # [tiles of n, MOST_ROWS] float32, parts of the sums of the rows' squares
-    eps: float
 
 
 def blocks_for(rows: int, outputs: int, inputs: int, gated: bool, shared: int, copies: bool = False) -> Blocks | None:
@@ -45,8 +30,6 @@ def blocks_for(rows: int, outputs: int, inputs: int, gated: bool, shared: int, c
 def one_row_blocks(outputs: int, inputs: int, gated: bool) -> OneRow | None:
     """None where the kernel for few rows is as fast, or the sizes do not fit. Each program reads all inputs for a few
     outputs: where they are many, that is as much as a part of the weights."""
-    from stretto.ops.triton_skinny import OneRow
-
     if (outputs >= HEAD and inputs < 2048) or inputs > MOST_INPUTS:
         return None
     if gated:
@@ -63,8 +46,6 @@ def few_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool, shared: i
                     copies: bool = False) -> Blocks | None:
     """None where torch's product is as fast, the sizes do not fit the kernel's blocks, or the blocks do not fit the
     `shared` bytes of memory that a program may have."""
-    from stretto.ops.triton_skinny import Blocks
-
     if rows > MOST_ROWS:
         return None
     if gated:
@@ -87,8 +68,6 @@ def few_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool, shared: i
 def some_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool) -> SomeRows | None:
     """None where torch's product is as fast, or the sizes do not fit the kernel's blocks. Programs share the inputs of
     a tile so that a device of 132 multiprocessors is about full."""
-    from stretto.ops.triton_skinny import SomeRows
-
     if rows > SOME_ROWS or outputs * inputs <= SMALL:
         return None
     if gated:

@@ -10,46 +10,16 @@ runs, each program already asks the second-level cache for the first part of its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.ops.skinny import MOST_ROWS, Ahead
+from stretto.ops.blocks import MOST_ROWS, Ahead, Blocks
 from stretto.ops.triton_launch import ask_for
 
 SQUARES = tl.constexpr(MOST_ROWS)  # distance between the parts of `Ahead.squares`
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """One launch: each program makes `outputs` outputs of every row, reading `columns` columns of W at a time."""
-
-    outputs: int
-    columns: int
-    stages: int
-    warps: int
-    split: int = 1  # programs that share the columns of one output
-    ahead: int = 256  # columns asked for before the launch before has ended
-    copies: bool = False  # tiles come by the copy engine (tensor memory accelerator, sm_90 and up)
-
-    @property
-    def piece(self) -> int:
-        """Columns that one thread asks for."""
-        return min(self.ahead, max(32, self.outputs * self.ahead // (self.warps * 32)))
-
-
-@dataclass(frozen=True)
-class OneRow(Blocks):
-    """A launch of the kernel for a single row."""
-
-
-@dataclass(frozen=True)
-class SomeRows(Blocks):
-    """A launch of the kernel in `triton_some_rows`."""
 
 
 @triton.jit

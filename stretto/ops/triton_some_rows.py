@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.ops.triton_skinny import INTERPRETED, Blocks, _dot, _silu, _start
+from stretto.ops.blocks import Blocks
+from stretto.ops.triton_skinny import INTERPRETED, _dot, _silu, _start
 
 
 @triton.jit

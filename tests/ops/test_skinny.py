@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from stretto.ops.blocks import MOST_ROWS, Ahead, Blocks, OneRow, SomeRows
 from stretto.ops.launch import overlaps
-from stretto.ops.skinny import MOST_ROWS, Ahead, blocks_for
-from stretto.ops.triton_skinny import Blocks, OneRow, SomeRows, launch_few_rows, launch_one_row
+from stretto.ops.skinny import blocks_for
+from stretto.ops.triton_skinny import launch_few_rows, launch_one_row
 from stretto.ops.triton_some_rows import launch_some_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

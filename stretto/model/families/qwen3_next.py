@@ -25,10 +25,10 @@ from stretto.model.families.moe import separate_experts
 from stretto.model.layers import GatedMLP, Linear, RMSNorm
 from stretto.model.shard import Shard, rows_of
 from stretto.model.weights import Weights
+from stretto.ops.blocks import Ahead
 from stretto.ops.fixed import by_rows
 from stretto.ops.layer import Rope
 from stretto.ops.recurrent import StepStates, causal_conv, gated_delta_rule
-from stretto.ops.skinny import Ahead
 
 
 def qwen3_next(config: ModelConfig, w: Weights, context: int) -> Decoder:
