@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +27,11 @@ import torch.distributed as dist
 
 from stretto.device.runner import Runner
 from stretto.device.streams import DeviceHalf
+from stretto.device.symmetric import SymmetricMemory
 from stretto.model.shard import Shard
 from stretto.ops.exchange import side_by_side, total
 from stretto.sample.features import StepShape
 from stretto.wire import HEADER, Moved, split_plan, split_times, with_times, without_times
-
-if TYPE_CHECKING:
-    from stretto.device.symmetric import SymmetricMemory
 
 logger = logging.getLogger(__name__)
 PLAN, MASK, WARM_UP, BETWEEN, CLOSE = "plan", "mask", "warm up", "between", "close"  # to the other ranks
@@ -112,8 +110,6 @@ def join_ranks(rank: int, ranks: int, store: dist.Store, device: torch.device, f
     if device.type == "cpu":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
         return RankShard(rank, ranks, device)
-    from stretto.device.symmetric import SymmetricMemory  # imports triton, which installations for CPU may lack
-
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT, device_id=device)
     memory = SymmetricMemory(rank, ranks, device) if one_host else None

@@ -10,8 +10,9 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric
 
-from stretto.ops.triton_exchange import PROGRAMS, launch_exchange, rows_that_fit
+from stretto.ops.exchange import PROGRAMS, rows_that_fit
 
 MOST_BYTES = {2: 8 << 20, 3: 1 << 20, 4: 1 << 20}
 """Of a sum, by ranks: what is larger is left to NCCL. Two ranks send each other no more than any other way would; with
@@ -25,15 +26,15 @@ class SymmetricMemory:
 
     def __init__(self, rank: int, ranks: int, device: torch.device):
         """Raises RuntimeError where the GPUs cannot reach each other's memory."""
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        import torch.distributed._symmetric_memory as symmetric  # reads the environment
-
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # torch reads it when memory is mapped
         self.rank, self._slot = rank, MOST_BYTES.get(ranks, MOST_BYTES_OF_MANY) // PROGRAMS
         self._flags_at = 2 * ranks * PROGRAMS * self._slot
         size = self._flags_at + 4 * ranks * PROGRAMS
         self._memory = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
         self._counts = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-        self._handle = symmetric.rendezvous(self._memory, dist.group.WORLD)
+        world = dist.group.WORLD
+        assert world is not None, "the ranks have not met"
+        self._handle = symmetric.rendezvous(self._memory, world)
         self._addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         torch.cuda.synchronize(device)  # nobody may write before all are zero
         dist.barrier()
@@ -58,6 +59,8 @@ class SymmetricMemory:
         return out
 
     def _launch(self, x: torch.Tensor, out: torch.Tensor, base: torch.Tensor | None = None, join: bool = False) -> None:
+        from stretto.ops.triton_exchange import launch_exchange  # imports triton, which installations for CPU may lack
+
         launch_exchange(x, out, self._addresses, self._counts, self.rank, self._slot, self._flags_at, base, join)
 
     def let_go(self) -> None:

@@ -34,7 +34,7 @@ from stretto.device.states import kv_groups
 from stretto.device.streams import DeviceHalf, make_device
 from stretto.engine.adapters import AdapterLoader
 from stretto.engine.core import EngineCore
-from stretto.engine.hosts import HostRanks, Meeting, prepare_with
+from stretto.engine.hosts import HostRanks, Meeting, prepare_with, run_follower
 from stretto.engine.launch import Launch
 from stretto.engine.locate import Located
 from stretto.engine.loop import StartFailed
@@ -172,6 +172,11 @@ def start_ranks(prepared: Prepared) -> Ranks | None:
 def rank_half(prepared: Prepared, shard: RankShard) -> tuple[DeviceHalf, int]:
     """For ranks 1, 2, ...: the device half, and how many steps are in flight."""
     return load_parts(prepared, shard).device, prepared.resolved.depth
+
+
+def follow_engine(arguments: tuple[Located, Launch, int]) -> None:
+    """What a process of torchrun runs for each engine of rank 0 (`engine.hosts.run_follower`)."""
+    run_follower(arguments, rank_half)
 
 
 def _load_adapters(core: EngineCore, resolved: Resolved) -> None:

@@ -19,7 +19,7 @@ from stretto.engine.launch import Launch
 from stretto.engine.locate import Deferred, locate
 
 CLOSED, REFUSED, GONE = 0, 2, 3  # exit codes of the child: rank 0 closed; it refused this rank; it did not come
-RUN = "stretto.engine.hosts:run_follower"  # by name: it needs torch
+RUN = "stretto.engine.build:follow_engine"  # by name: it needs torch
 LEAST_SECONDS = 5.0  # from one child to the next
 
 log = logging.getLogger(__name__)

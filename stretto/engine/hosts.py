@@ -220,7 +220,7 @@ class HostRanks:
 
 
 # ---------------------------------------------------------------------------------------------------------- other ranks
-def run_follower(arguments: tuple[Located, Launch, int]) -> None:
+def run_follower(arguments: tuple[Located, Launch, int], make: MakeDevice) -> None:
     """The process of a rank above 0, for the life of one engine. Ends with one of the exit codes of `follow`."""
     located, launch, parent = arguments
     end_with_parent(parent)
@@ -235,9 +235,7 @@ def run_follower(arguments: tuple[Located, Launch, int]) -> None:
     if not isinstance(order, Order):
         log.error("rank 0 could not start: %s", order)
         sys.exit(REFUSED)
-    from stretto.engine.build import rank_half  # which imports this module's users
-
-    sys.exit(CLOSED if follower.run(order, rank_half) else 1)
+    sys.exit(CLOSED if follower.run(order, make) else 1)
 
 
 class _Follower:

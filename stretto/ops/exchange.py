@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+PROGRAMS, WARPS = 128, 16  # of a launch at most, and of each of them
+
 
 def total(parts: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> torch.Tensor:
     """parts: x of every rank, in order, all of one shape. Returns their sum, on top of `base` where there is one, in
@@ -27,3 +29,14 @@ def total(parts: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> to
 def side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """parts: x [L, n] of every rank -> [L, n * ranks]."""
     return torch.cat(list(parts), dim=-1)
+
+
+def tile_of(x: torch.Tensor) -> int:
+    """Elements that a program handles at one time: 16 bytes a thread."""
+    return 16 // x.element_size() * 32 * WARPS
+
+
+def rows_that_fit(x: torch.Tensor, slot_bytes: int) -> int:
+    """Rows of x [..., columns] that one launch takes, each of them in tiles of its own."""
+    tiles = PROGRAMS * (slot_bytes // (tile_of(x) * x.element_size()))
+    return tiles // -(-x.shape[-1] // tile_of(x))

@@ -17,11 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from stretto.ops.exchange import PROGRAMS, WARPS, tile_of
 from stretto.ops.launch import dependent, overlaps
 from stretto.ops.triton_launch import begin
-
-PROGRAMS = 128
-WARPS = 16
 
 
 @triton.jit
@@ -82,22 +80,13 @@ def exchange_kernel(x, base, out, memory, counts, tiles, every_tile, columns, sl
     tl.store(counts + program, count)
 
 
-def tile_of(x: torch.Tensor) -> int:
-    """Elements that a program handles at one time: 16 bytes a thread."""
-    return 16 // x.element_size() * 32 * WARPS
-
-
-def rows_that_fit(x: torch.Tensor, slot_bytes: int) -> int:
-    """Rows of x [..., columns] that one launch takes, each of them in tiles of its own."""
-    tiles = PROGRAMS * (slot_bytes // (tile_of(x) * x.element_size()))
-    return tiles // triton.cdiv(x.shape[-1], tile_of(x))
-
-
 def launch_exchange(x: torch.Tensor, out: torch.Tensor, memory: torch.Tensor, counts: torch.Tensor, rank: int,
                     slot_bytes: int, flags_at: int, base: torch.Tensor | None = None, join: bool = False) -> None:
-    """x [rows, columns], contiguous, of the same shape on every rank; a sum may have all its elements in one row. out
-    as x, or with `join` [rows, ranks * columns]; base as out, or out itself. memory [ranks] int64: where each rank's
-    memory begins; counts [PROGRAMS] int32, at first 0."""
+    """`exchange.total`, or with `join` `exchange.side_by_side`, on every rank at the same time.
+
+    x [rows, columns], contiguous, of the same shape on every rank, at most `rows_that_fit`; a sum may have all its
+    elements in one row. out as x, or with `join` [rows, ranks * columns]; base as out, or out itself. memory [ranks]
+    int64: where each rank's memory begins; counts [PROGRAMS] int32, at first 0 as that memory is."""
     rows, columns = x.shape
     every_tile = rows * triton.cdiv(columns, tile_of(x))
     tiles = triton.cdiv(every_tile, PROGRAMS)

@@ -6,13 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.ops.exchange import side_by_side, total
+from stretto.ops.exchange import PROGRAMS, side_by_side, total
+from stretto.ops.triton_exchange import launch_exchange
 
-if torch.cuda.is_available():
-    pytest.skip("the ranks would have to run at the same time", allow_module_level=True)
-
-from stretto.ops.triton_exchange import PROGRAMS, launch_exchange
-
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would have to run at the same time")
 SLOT, RANKS, AHEAD = 1 << 16, 2, 1 << 30
 FLAGS_AT = 2 * RANKS * PROGRAMS * SLOT
 
