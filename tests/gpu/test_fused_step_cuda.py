@@ -1,0 +1,100 @@
+"""A whole step of a bfloat16 model with everything fused equals the same step launch by launch: norms that begin where
+their input is made, rotation and writes inside attention, products by the copy engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.engine_gpu import LLAMA, QWEN, SHAPES
+from benchmarks.step_gpu import Lab, Rows, decode, make_lab, verify
+from stretto.attn import triton_ragged
+from stretto.device.graphs import bucketed
+from stretto.model.matrix import CudaMatrix
+from stretto.ops import skinny
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+SMALL = dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=3, num_attention_heads=16,
+             num_key_value_heads=4, vocab_size=32768, tie_word_embeddings=False)
+CASES = [[decode(1, 300)], [decode(7, 300)], [decode(5, 40), verify(20, 131, 3)], [decode(64, 129)], [decode(130, 33)],
+         [verify(24, 70, 7)], [decode(9, 100), Rows(1, 100, 100)]]
+
+
+@pytest.fixture(scope="module", params=[LLAMA, QWEN], ids=["llama", "qwen3"])
+def lab(request) -> Lab:
+    torch.manual_seed(0)
+    SHAPES["small"] = request.param | SMALL
+    try:
+        return make_lab("small", 200, 200 * 320, 512)
+    finally:
+        del SHAPES["small"]
+
+
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part on its own, by torch's products."""
+    def add(self: CudaMatrix, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float) -> None:
+        self.add_to(residual, x)
+    monkeypatch.setattr(CudaMatrix, "add_and_norm", add)
+    monkeypatch.setattr(CudaMatrix, "_blocks", lambda *_: None)
+    monkeypatch.setattr(triton_ragged, "MOST_PROJECTED", -1)
+
+
+@torch.inference_mode()
+def result(lab: Lab, rows: list[Rows]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of the step, and the cells that its tokens were written to in each layer."""
+    torch.manual_seed(1)
+    plan, shape = lab.prepare(rows)
+    bucket = bucketed(shape)
+    padded = torch.zeros(bucket.rows, 3, dtype=torch.int32, device="cuda")
+    padded[: len(plan)] = plan
+    forward = lab.runner.first(padded, bucket)
+    out, tokens = int(forward.step.cu_out[-1]), int(forward.step.cu_q[-1])
+    cells = forward.step.cells[0][:tokens]
+    kept = [cache.flatten(0, 1)[cells].float() for cache in (*lab.runner.kv.k, *lab.runner.kv.v)]
+    return forward.logits[:out].float(), kept
+
+
+def close(got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
+    error = ((got - want).norm() / want.norm()).item()
+    assert error < limit, error
+
+
+@pytest.mark.parametrize("rows", CASES, ids=str)
+def test_fused_equals_plain(lab: Lab, rows: list[Rows], monkeypatch: pytest.MonkeyPatch) -> None:
+    got, cells = result(lab, rows)
+    again, _ = result(lab, rows)
+    assert torch.equal(got, again)
+    with monkeypatch.context() as context:
+        plain(context)
+        want, wanted = result(lab, rows)
+    close(got, want, 2e-2)
+    assert F.cosine_similarity(got, want, dim=-1).min() > 0.999
+    for mine, its in zip(cells, wanted, strict=True):
+        close(mine, its, 2e-2)
+
+
+def test_everything_is_used(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above compares what it says."""
+    seen: set[str] = set()
+
+    def spy(owner: object, name: str, note: Callable[[object], str | None]) -> None:
+        inner = getattr(owner, name)
+
+        def outer(*args, **kwargs):
+            found = inner(*args, **kwargs)
+            if said := note(found):
+                seen.add(said)
+            return found
+        monkeypatch.setattr(owner, name, outer)
+
+    spy(CudaMatrix, "add_and_norm", lambda found: "ahead" if found is not None else None)
+    spy(triton_ragged.TritonRagged, "attend_projected", lambda found: "projected")
+    spy(skinny, "some_rows_blocks", lambda found: "some rows" if found is not None else None)
+    result(lab, [decode(8, 100)])
+    assert seen == {"ahead", "projected"}
+    result(lab, [decode(130, 33)])
+    assert "some rows" in seen or not CudaMatrix(torch.zeros(64, 64, device="cuda").bfloat16())._pdl
