@@ -25,7 +25,7 @@ from stretto.device.runner import Finish, Forward, Runner
 from stretto.sample.features import SHORT, StepShape
 from stretto.sample.processors import TokenMasks
 
-MOST_GRAPHS = 64  # kept at a time, where no more are wanted from the start; `resolve.GRAPH_MEMORY` holds about so many
+MOST_LATER = 48  # graphs kept at a time besides those wanted from the start
 _FINE = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
 _STEPS = _FINE + list(range(160, 513, 32)) + list(range(576, 1025, 64)) + list(range(1152, 2049, 128))
 
@@ -115,7 +115,7 @@ class GraphExecutor:
         self.halves: dict[StepShape, CapturedHalves] = {}
         self.seen: Counter[StepShape] = Counter()  # how often each bucket was asked for
         self.loaded: set[object] = set()  # sizes and features whose kernels have run, see `_kernels_of`
-        self.most = MOST_GRAPHS
+        self.most = MOST_LATER
         self.pool = torch.cuda.graph_pool_handle()
         self.capture_everything = False  # also what is rare
         self.replays = self.eager_steps = 0
@@ -231,7 +231,7 @@ class GraphExecutor:
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         """Captures the given shapes before the first request, with progress."""
         wanted = [s for s in dict.fromkeys(bucketed(s) for s in shapes) if self._worth_it(s)]
-        self.most = max(self.most, len(wanted) + MOST_GRAPHS // 4)
+        self.most = len(wanted) + MOST_LATER
         for done, bucket in enumerate(sorted(wanted, key=lambda s: -(s.tokens or 0)), 1):
             if bucket not in self.graphs:
                 self.capture(bucket)
