@@ -1,7 +1,8 @@
 """Devices that a plan can be made for: `hardware.json`, and what a user says of his own.
 
 Rates are what a program reaches, not what the datasheet says: of the H200 they are measured, of the others the
-datasheet's figures times the share that an H200 reaches (0.906 of its bandwidth, 0.768 of its dense bf16 rate).
+datasheet's figures times the share that an H200 reaches (0.906 of its bandwidth, 0.768 of its dense bf16 rate, 0.44 of
+its link in sums of thousands of rows).
 """
 
 from __future__ import annotations
@@ -82,4 +83,4 @@ def find_hardware(name: str, *, memory: float | None = None, read: float | None 
         raise ValueError(f"{name} is not in the catalogue ({', '.join(known_hardware())}); of another device give its"
                          f" {', '.join(lacking)}")
     return Hardware(name=name, memory=given["memory"], read=given["read"], multiply=given["multiply"],
-                    link=given.get("link", 25e9), node=int(given.get("node", 1)), origin="as given")
+                    link=given.get("link", 11e9), node=int(given.get("node", 1)), origin="as given")
