@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
 import threading
 import zlib
 from collections import deque
@@ -38,6 +39,8 @@ PLAN, MASK, WARM_UP, BETWEEN, CLOSE = "plan", "mask", "warm up", "between", "clo
 SUM, DONE, FAILED = "sum", "done", "failed"  # from them
 BLAME_SECONDS = 2.0  # in which a rank that fails can say so
 LOOK_SECONDS = 0.05  # how often rank 0 looks at itself while it waits for the others
+NCCL_HANDLING = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""torch would end this process where another rank has died; whoever waits for this one shall hear why first."""
 TIMEOUT = datetime.timedelta(seconds=120)  # of a sum that some rank does not join
 
 
@@ -61,6 +64,7 @@ class RankShard(Shard):
         """`nccl`: sums that `memory` does not take are NCCL's, rather than in order."""
         super().__init__(rank, ranks)
         self.device, self._memory, self._nccl = device, memory, nccl
+        self._letting_go = threading.Lock()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -82,16 +86,19 @@ class RankShard(Shard):
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        if self._memory is not None:
+        if self._memory is not None and self._memory.joins(x):
             return self._memory.side_by_side(x)
         return side_by_side(self._parts(x))
 
     def let_go(self) -> None:
         """After a rank has died: sums that wait for it end, with nonsense."""
-        if self._memory is not None:
-            self._memory.let_go()
-        if self._nccl and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()
+        if self.device.type != "cuda":
+            return  # gloo notices by itself
+        with self._letting_go:
+            if self._memory is not None:
+                self._memory.let_go()
+            if dist.is_initialized():
+                dist.distributed_c10d._abort_process_group()
 
     def _parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """x, contiguous, of every rank, in order."""
@@ -110,10 +117,22 @@ def join_ranks(rank: int, ranks: int, store: dist.Store, device: torch.device, f
     if device.type == "cpu":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
         return RankShard(rank, ranks, device)
+    os.environ |= NCCL_HANDLING
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT, device_id=device)
-    memory = SymmetricMemory(rank, ranks, device) if one_host else None
-    return RankShard(rank, ranks, device, memory, nccl=not fixed)
+    return RankShard(rank, ranks, device, _common_memory(rank, ranks, device) if one_host else None, nccl=not fixed)
+
+
+def _common_memory(rank: int, ranks: int, device: torch.device) -> SymmetricMemory | None:
+    """None where some rank cannot have it."""
+    memory = None
+    try:
+        memory = SymmetricMemory(rank, ranks, device)
+    except RuntimeError as e:
+        logger.warning("sums of these GPUs all go through NCCL, which takes longer for small ones: %s", e)
+    everywhere = torch.tensor(int(memory is not None), device=device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return memory if everywhere.item() else None
 
 
 def leave_ranks() -> None:

@@ -18,16 +18,20 @@ MOST_BYTES = {2: 8 << 20, 3: 1 << 20, 4: 1 << 20}
 """Of a sum, by ranks: what is larger is left to NCCL. Two ranks send each other no more than any other way would; with
 more ranks every one sends all it has to every other."""
 MOST_BYTES_OF_MANY = 512 << 10
+LEAST_SLOT = 8 << 10  # what a program handles at one time
+MOST_LAUNCHES = 4  # of a join
 AHEAD = 1 << 30  # of a count, as far as one can be
 
 
 class SymmetricMemory:
-    """Sums and joins over ranks by one launch each. Made on all ranks at the same time, which must be on one host."""
+    """Sums and joins over ranks by one launch each. Made on all ranks at the same time, which must be on one host; then
+    they wait for each other once before the first sum."""
 
     def __init__(self, rank: int, ranks: int, device: torch.device):
-        """Raises RuntimeError where the GPUs cannot reach each other's memory."""
+        """Raises RuntimeError where the GPUs cannot reach each other's memory, or the system does not let them."""
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # torch reads it when memory is mapped
-        self.rank, self._slot = rank, MOST_BYTES.get(ranks, MOST_BYTES_OF_MANY) // PROGRAMS
+        self.rank, self.most = rank, MOST_BYTES.get(ranks, MOST_BYTES_OF_MANY)
+        self._slot = max(self.most // PROGRAMS, LEAST_SLOT)
         self._flags_at = 2 * ranks * PROGRAMS * self._slot
         size = self._flags_at + 4 * ranks * PROGRAMS
         self._memory = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
@@ -37,11 +41,15 @@ class SymmetricMemory:
         self._handle = symmetric.rendezvous(self._memory, world)
         self._addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         torch.cuda.synchronize(device)  # nobody may write before all are zero
-        dist.barrier()
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether a sum is small enough."""
-        return x.numel() > 0 and rows_that_fit(x.view(1, -1), self._slot) > 0
+        fits = x.numel() * x.element_size() <= self.most
+        return x.numel() > 0 and fits and rows_that_fit(x.view(1, -1), self._slot) > 0
+
+    def joins(self, x: torch.Tensor) -> bool:
+        """Whether a join takes few launches."""
+        return len(x) <= MOST_LAUNCHES * rows_that_fit(x, self._slot)
 
     def total(self, x: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
         """As `ops.exchange.total`; on top of `base`, which is contiguous, it is written there."""
@@ -50,7 +58,7 @@ class SymmetricMemory:
         return out
 
     def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
-        """As `ops.exchange.side_by_side`, of x [L, n] of any size: as many launches as it takes."""
+        """As `ops.exchange.side_by_side`, of x [L, n]."""
         out = x.new_empty(len(x), x.shape[1] * len(self._addresses))
         most = rows_that_fit(x, self._slot)
         for rows, into in zip(x.split(most), out.split(most), strict=True):

@@ -15,10 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from stretto.device.ranks import RankFailed
 from stretto.device.states import kv_groups
 from stretto.engine.core import EngineCore
+from stretto.engine.llm import LLM
 from stretto.engine.ranks import Ranks
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
@@ -100,6 +103,20 @@ def test_ranks_copy_their_part_of_a_page_to_host_memory_and_back(tmp_path: Path)
             for i, prompt in enumerate(prompts):
                 assert run.ids(f"{wave}.{i}") == oracle.answer(prompt, 8)
         assert run.counters["host_saved_tokens"] > 0 and run.counters["host_restored_tokens"] > 0
+
+
+@pytest.mark.full
+def test_deterministic_answers_over_ranks_do_not_depend_on_the_batch(tmp_path: Path):
+    """Bit for bit, log-probabilities included, in bfloat16."""
+    save_tiny(tmp_path, "qwen3", sharpness=1)
+    Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=TOKENS, logprobs=3, ignore_eos=True)
+    with LLM(str(tmp_path), tensor_parallel_size=2, deterministic=True, dtype="bfloat16", kv_tokens=2048,
+             max_model_len=200, chunk_size=16) as llm:
+        alone = [llm.generate([prompt], sampling)[0] for prompt in PROMPTS]
+        together = llm.generate(PROMPTS, sampling)
+    for one, other in zip(alone, together, strict=True):
+        assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
 
 
 def test_case_6_11_a_rank_that_computes_something_else_ends_the_engine(tmp_path: Path):
