@@ -45,6 +45,7 @@ REMEMBERED = 4096  # requests and sessions without a slot
 PREPARING = 0.06  # seconds that the device takes for a step of a new size, which is then used again and again
 ROOM = 2.0  # standard deviations of the offered drafts for which a step has room
 LEAST_STEP, MOST_LEAST = 0.05, 0.9  # steps in which `least` moves, and its largest value
+NOTHING = np.zeros((0, 0)), np.zeros((0, 0))  # gains and costs where there are no drafts to choose from
 LEAST_CHUNK = 64  # prompt tokens of a step that a latency goal leaves, at least
 
 
@@ -124,7 +125,6 @@ class Elastic:
         self.favourite = widths[-1]  # the width that pays best
         self._rated, self._rated_rows = (0.0, widths[-1]), 0  # the best rate and its width, for so many rows
         self._probe_in = PROBE_LEAST
-        self._least = 0.0  # of the last choice
         self._believed = 1.0  # acceptance of first drafts at the last probe
         self._flights: dict[int, _Flight] = {}
         self._sizes = Sizes(cost, widths[-1], 0.0 if exact else PREPARING)
@@ -158,21 +158,23 @@ class Elastic:
         if not self.adapts:
             demand = replace(demand, fixed=np.ones(rows, dtype=bool))
         self.acceptance.step(demand.slots)
-        gains, costs = self._weigh(demand)
-        if rows != self._rated_rows or self.counters.steps % RATED_STEPS == 0:
+        rated = rows != self._rated_rows or self.counters.steps % RATED_STEPS == 0
+        gains, costs = self._weigh(demand) if rated or self._drafted else NOTHING
+        if rated:
             self._rated, self._rated_rows = self._best_rate(demand, gains, costs), rows
         rate, width = self._rated
         probing = self._is_probe_due(width, rows)
         verifiable = self._drafted
         drafts = self._drafts(demand, gains, costs, rate)
         width = self._next_width(demand, width, probing)
-        absent = self._absent(demand, np.asarray(drafts), costs)
+        absent = self._absent(demand, np.asarray(drafts), costs) if self._drafted else 0
         verified = sum(drafts) - absent
         chunk = self._chunk(demand, verified)
         work = self._work(demand, rows + verified + chunk, width, chunk)
         plain = self.cost.seconds(self._work(demand, rows + chunk, 0, chunk))
         another = self.cost.seconds(self._work(demand, rows, 0, 0))
-        return Choice(drafts, chunk, width, verifiable, absent, self._least, work, plain, another)
+        least = self._worth(demand, rate, verified) if width else 0.0
+        return Choice(drafts, chunk, width, verifiable, absent, least, work, plain, another)
 
     def _weigh(self, demand: Demand) -> tuple[np.ndarray, np.ndarray]:
         """Gain of each draft and how likely it is there at all, [R, K]; gains of drafts that the row may not have are
@@ -221,7 +223,6 @@ class Elastic:
         work = self._work(demand, rows, 0, chunk)
         seconds = self.cost.curve(work, rows + chunk + tokens)
         n = self._sizes.best(work, rows + chunk + tokens, gain / rate - self._bounded(seconds))
-        self._least = self._worth(demand, work, rate, int(tokens[n]))
         if self._probe_in < 0:
             n = max(n, self._probe_size(seconds))
             self._probe_in = self._probe_interval(rows, seconds, n)
@@ -231,14 +232,14 @@ class Elastic:
         chosen = np.minimum(chosen, demand.widths)
         return np.where(demand.fixed, fixed, chosen).tolist()
 
-    def _worth(self, demand: Demand, work: StepWork, rate: float, drafts: int) -> float:
+    def _worth(self, demand: Demand, rate: float, drafts: int) -> float:
         """The chance from which a draft is worth its time in a step with about so many: what a token more costs, at
         the best rate of tokens. Requests that name their number of drafts get them all."""
         if not self.confident or demand.fixed.any():
             return 0.0
-        tokens = work.rows + drafts
-        around = np.asarray([max(work.rows, int(0.8 * tokens)), int(1.2 * tokens) + 8])
-        seconds = self.cost.curve(work, work.tokens - work.rows + around)
+        rows = len(demand.slots)
+        around = np.asarray([max(rows, int(0.8 * (rows + drafts))), int(1.2 * (rows + drafts)) + 8])
+        seconds = self.cost.curve(self._work(demand, rows, 0, 0), around)
         worth = rate * float(seconds[1] - seconds[0]) / float(around[1] - around[0])
         return min(round(worth / LEAST_STEP) * LEAST_STEP, MOST_LEAST)
 
