@@ -59,6 +59,7 @@ class RandomWeights:
     """A `PackedSource` of whatever a model asks for. `layout`: of the layers' matrices; its group 0: a scale a row."""
 
     def __init__(self, config: ModelConfig, device: str, layout: Layout | None = None):
+        self._only_experts = bool(config.value("num_experts_per_tok"))
         asked = Weights(_Nothing(), torch.bfloat16, torch.device("meta"))
         NATIVE[config.architecture](config, asked, 16)
         self._shapes = {copy.name: copy.shape for copy in asked._copies}
@@ -77,20 +78,25 @@ class RandomWeights:
         return torch.randn(shape, device=self._device, dtype=torch.bfloat16) * shape[1] ** -0.5
 
     def layout(self, name: str) -> Layout | None:
-        if self._layout is None or ".layers." not in name or len(self._shapes[name]) != 2:
+        shape, expert = self._shapes[name], "experts" in name
+        dimensions = 3 if self._layout is not None and self._layout.kind == "fp4" else 2
+        if self._layout is None or ".layers." not in name or len(shape) != dimensions or name.endswith("bias"):
             return None
-        group = self._layout.group or self._shapes[name][1]
+        if self._only_experts and not expert:
+            return None
+        group = self._layout.group or shape[1]
         return Layout(self._layout.kind, group, self._layout.offsets, self._layout.eight_bit_inputs)
 
     def packed(self, name: str) -> Packed:
-        layout, (outputs, inputs) = self.layout(name), self._shapes[name]
+        layout, shape = self.layout(name), self._shapes[name]
         assert layout is not None
+        outputs, inputs = shape if len(shape) == 2 else (shape[0] * shape[2], shape[1])
         made = Packed.empty(layout, outputs, inputs, torch.float32, torch.device(self._device))
         if layout.kind == "fp8":
             made.codes.copy_(torch.randn(outputs, inputs, device=self._device).to(made.codes.dtype))
         else:
             made.codes.view(torch.uint8).random_(0, 256)
-        made.scales.fill_(inputs**-0.5 / {"int4": 4, "int8": 64, "fp8": 1}[layout.kind])
+        made.scales.fill_(inputs**-0.5 / {"int4": 4, "fp4": 2, "int8": 64, "fp8": 1}[layout.kind])
         if made.offsets is not None:
             made.offsets.fill_(0.5 * inputs**-0.5 / 4)
         return made
@@ -187,8 +193,10 @@ def families() -> Iterable[tuple[str, Callable[[], Made], list[list[Rows]]]]:
 
 
 def experts() -> Iterable[tuple[str, Callable[[], Made], list[list[Rows]]]]:
-    for name, shape in EXPERTS.items():
-        yield name, lambda name=name, shape=shape: make(name, shape, 33, 40_000, 2200), CASES
+    for name, layouts in {"Qwen3Moe": (None, Layout("fp8", 128)), "GptOss": (None, Layout("fp4", 32))}.items():
+        for layout in layouts:
+            title = name if layout is None else f"{name}, experts {layout.kind} by {layout.group}"
+            yield title, lambda name=name, layout=layout: make(name, EXPERTS[name], 33, 40_000, 2200, layout), CASES
 
 
 def packed() -> Iterable[tuple[str, Callable[[], Made], list[list[Rows]]]]:

@@ -23,17 +23,17 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from stretto.model.quantization import Quantization
 from stretto.model.source import WeightError, WeightSource
-from stretto.ops.packed import BLOCK, Layout, Packed, pack4
+from stretto.ops.packed import BLOCK, FP4, Layout, Packed, pack4
 
 logger = logging.getLogger(__name__)
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each four bits of a word belong to, from the lowest
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 UNUSED = re.compile(r"\.(input_scale|activation_scale|input_zero_point|input_global_scale|input_scale_ub|[kvq]_scale)$")
 
 
@@ -262,7 +262,18 @@ def _mxfp4(source: WeightSource, names: frozenset[str], _q: Quantization) -> Ite
         def make(parts: tuple[str, ...] = parts) -> torch.Tensor:
             stored, scales = (source.tensor(part) for part in parts)
             return torch.stack([_numbers_of_fp4(*pair) for pair in zip(stored, scales, strict=True)]).transpose(1, 2)
-        yield Recipe(base, parts, (experts, blocks * half * 2, rows), make)
+
+        def pack(parts: tuple[str, ...] = parts) -> Packed:
+            """One expert below the other, not transposed."""
+            stored, scales = (source.tensor(part) for part in parts)
+            codes = [pack4(torch.stack((one & 15, one >> 4), -1).flatten(1)) for one in stored]
+            return Packed(Layout("fp4", 32), torch.cat(codes), torch.exp2(scales.float() - 127).flatten(0, 1))
+        layout = Layout("fp4", 32) if half == 16 and blocks % 2 == 0 else None
+        yield Recipe(base, parts, (experts, blocks * half * 2, rows), make, partial(_this, layout), pack)
+
+
+def _this(layout: Layout | None) -> Layout | None:
+    return layout
 
 
 _FINDERS = {"fp8": _scaled, "fbgemm_fp8": _scaled, "compressed-tensors": _packed, "gptq": _gptq, "awq": _awq,

@@ -8,7 +8,7 @@ CPUs each expert is a packed matrix, as in `matrix.py`; on CUDA all are one laun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -17,9 +17,11 @@ import torch
 from stretto.model.config import ConfigError
 from stretto.model.layers import Linear
 from stretto.model.matrix import Matrix, best_matrix, fixed_matrix
+from stretto.model.packed_matrix import packed_matrix
 from stretto.model.weights import Weights
 from stretto.ops.fixed import by_rows
 from stretto.ops.grouped import Groups, combine, group_by_expert, grouped_linear
+from stretto.ops.packed import Packed
 
 Route = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]  # logits [T, E], K -> weights, experts [T, K]
 Gate = Callable[[torch.Tensor], torch.Tensor]  # [N, 2 F] -> [N, F]
@@ -34,6 +36,14 @@ def softmax_over_chosen(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, tor
     """The k likeliest experts, weights summing to 1."""
     best, experts = torch.topk(logits.float(), k, dim=-1)
     return best.softmax(-1), experts
+
+
+def expert_weights(w: Weights, n_experts: int, parts: Sequence[torch.Tensor | Packed]) -> Experts:
+    """Of what `Weights.matrices` gives as a single matrix: all experts' rows one below the other."""
+    (weight,) = parts
+    if isinstance(weight, Packed):
+        return PackedExperts(w, n_experts, weight)
+    return ExpertWeights(w, weight.view(n_experts, -1, weight.shape[1]))
 
 
 class ExpertWeights:
@@ -62,17 +72,58 @@ class ExpertWeights:
         """As `ops.grouped.grouped_linear`."""
         if self._matrices is None:
             return grouped_linear(x, self._weight, self._bias, bounds, rows_in, rows_out, out, self.fixed)
-        edges = bounds.tolist()
-        for matrix, (start, end) in zip(self._matrices, pairwise(edges), strict=True):
-            if start < end:
-                out[rows_out[start:end]] = matrix(x[rows_in[start:end]])
-        return out
+        return by_matrices(self._matrices, x, bounds, rows_in, rows_out, out)
+
+
+class PackedExperts:
+    """The same of weights that stay packed: all experts' rows one below the other."""
+
+    def __init__(self, w: Weights, n_experts: int, weight: Packed, bias: torch.Tensor | None = None,
+                 order: torch.Tensor | None = None):
+        """`order`: which row of an expert comes at each place, of its biases as well; None: as they are."""
+        self._n_experts, self._weight, self._bias, self._order, self.fixed = n_experts, weight, bias, order, w.fixed
+        self._matrices: list[Matrix] | None = None
+        w.then(self._prepare)
+
+    def _prepare(self) -> None:
+        rows, device = self._weight.outputs // self._n_experts, self._weight.codes.device
+        if self._order is not None:
+            order = self._order.to(device)
+            self._weight = self._weight.take(
+                (torch.arange(self._n_experts, device=device)[:, None] * rows + order).flatten())
+            self._bias = None if self._bias is None else self._bias[:, order].contiguous()
+        if device.type == "cpu":
+            self._matrices = [packed_matrix(self._weight.rows(e * rows, rows),
+                                            None if self._bias is None else self._bias[e])
+                              for e in range(self._n_experts)]
+            del self._weight
+
+    def __call__(self, x: torch.Tensor, bounds: torch.Tensor, rows_in: torch.Tensor, rows_out: torch.Tensor,
+                 out: torch.Tensor) -> torch.Tensor:
+        """As `ops.grouped.grouped_linear`."""
+        if self._matrices is not None:
+            return by_matrices(self._matrices, x, bounds, rows_in, rows_out, out)
+        from stretto.ops.triton_packed import launch_grouped
+
+        return launch_grouped(x, self._weight, self._bias, bounds, rows_in, rows_out, out)
+
+
+Experts = ExpertWeights | PackedExperts
+
+
+def by_matrices(matrices: Sequence[Matrix], x: torch.Tensor, bounds: torch.Tensor, rows_in: torch.Tensor,
+                rows_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """On CPUs: one expert after the other."""
+    for matrix, (start, end) in zip(matrices, pairwise(bounds.tolist()), strict=True):
+        if start < end:
+            out[rows_out[start:end]] = matrix(x[rows_in[start:end]])
+    return out
 
 
 class ExpertMLP:
     """Router and experts of one layer."""
 
-    def __init__(self, router: Linear, gate_up: ExpertWeights, down: ExpertWeights, gate: Gate, route: Route, *,
+    def __init__(self, router: Linear, gate_up: Experts, down: Experts, gate: Gate, route: Route, *,
                  n_experts: int, chosen: int, inner: int, total: Callable[[torch.Tensor], torch.Tensor] | None = None,
                  shared: Callable[[torch.Tensor], torch.Tensor] | None = None):
         """`total` adds up what the ranks have made, where each has a part of the inner features. `shared`: what every

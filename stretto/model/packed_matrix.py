@@ -27,7 +27,7 @@ AT_ONCE = 2048  # outputs that are packed at a time; torch packs blocks of at mo
 def stays_packed(layout: Layout, outputs: int, inputs: int, dtype: torch.dtype, device: str, fixed: bool) -> bool:
     """Whether a matrix of this layout is kept in its bits on a device of this type, for activations of `dtype`.
     `fixed`: its sums must not depend on the batch."""
-    if inputs % layout.group or (layout.kind == "int4" and inputs % BLOCK):
+    if inputs % layout.group or (layout.bits == 4 and inputs % BLOCK):
         return False
     if outputs % ROWS or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -37,7 +37,7 @@ def stays_packed(layout: Layout, outputs: int, inputs: int, dtype: torch.dtype, 
 
 
 def _on_cpu(layout: Layout, inputs: int) -> bool:
-    if layout.kind == "fp8" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if layout.kind in ("fp8", "fp4") or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     return _cpu_group(layout, inputs) is not None or (layout.kind == "int8" and not layout.offsets)
 

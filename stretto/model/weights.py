@@ -52,7 +52,7 @@ class _Copy:
 @dataclass(frozen=True)
 class _PackedCopy:
     name: str
-    shape: tuple[int, int]  # of the whole matrix
+    shape: tuple[int, ...]  # of the whole tensor
     target: Packed
     starts: tuple[int, int]  # the first row and column
 
@@ -110,6 +110,19 @@ class Weights:
             made.append(self.stack_pieces(some, inputs, cut_columns=cut_columns) if layout is None else
                         self._stack_packed(layout, some, inputs, cut_columns))
         return made
+
+    def transposed_experts(self, name: str, shape: tuple[int, int, int]) -> Packed | None:
+        """A tensor of this shape, [E, inputs, rows], as matrices [rows, inputs] one below the other, where they stay
+        packed here; None: take it as numbers."""
+        experts, inputs, rows = shape
+        if self.shard.ranks > 1 or not isinstance(self._source, PackedSource) or name not in self._names:
+            return None
+        layout = self._source.layout(name)
+        if layout is None or not stays_packed(layout, rows, inputs, self.dtype, self.kernels, self.fixed):
+            return None
+        parameter = Packed.empty(layout, experts * rows, inputs, self.dtype, self.device)
+        self._copies.append(_PackedCopy(name, shape, parameter, (0, 0)))
+        return parameter
 
     def _layout(self, piece: Piece, inputs: int, cut_columns: bool) -> Layout | None:
         """That of a matrix that stays packed here, else None."""

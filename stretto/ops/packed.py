@@ -4,6 +4,7 @@
 
     int4   codes uint8 [O, I / 2], values 0 .. 15 that count as -8 .. 7; in each block of 64 columns byte j holds column
            j in its low bits and column j + 32 in its high ones
+    fp4    codes as of int4; values are those of e2m1, 0 .5 1 1.5 2 3 4 6 and their negatives, as in MXFP4
     int8   codes int8 [O, I]
     fp8    codes e4m3 [O, I]
 
@@ -18,6 +19,7 @@ from typing import Literal
 import torch
 
 MOST_ROWS = 64  # that the kernels of `triton_packed` multiply in one launch
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 BLOCK = 64  # columns of int4 codes that share 32 bytes
 
 
@@ -25,14 +27,14 @@ BLOCK = 64  # columns of int4 codes that share 32 bytes
 class Layout:
     """How a matrix is stored."""
 
-    kind: Literal["int4", "int8", "fp8"]
+    kind: Literal["int4", "fp4", "int8", "fp8"]
     group: int  # neighbouring columns that share a scale
     offsets: bool = False
     eight_bit_inputs: bool = False  # the checkpoint means its inputs to be rounded to e4m3 as well
 
     @property
     def bits(self) -> int:
-        return 4 if self.kind == "int4" else 8
+        return 4 if self.kind in ("int4", "fp4") else 8
 
     def nbytes(self, outputs: int, inputs: int, itemsize: int) -> int:
         """Of a matrix, scales and offsets of `itemsize` bytes included."""
@@ -51,7 +53,7 @@ class Packed:
     @classmethod
     def empty(cls, layout: Layout, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Packed:
         """`dtype`: of scales and offsets."""
-        kind = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[layout.kind]
+        kind = {"int4": torch.uint8, "fp4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[layout.kind]
         width, groups = inputs * layout.bits // 8, inputs // layout.group
         return cls(layout, torch.empty(outputs, width, dtype=kind, device=device),
                    torch.empty(outputs, groups, dtype=dtype, device=device),
@@ -101,7 +103,11 @@ class Packed:
 
     def numbers(self) -> torch.Tensor:
         """float32 [O, I]: the codes as numbers, without scales."""
-        return unpack4(self.codes).float().sub_(8) if self.layout.kind == "int4" else self.codes.float()
+        if self.layout.kind == "int4":
+            return unpack4(self.codes).float().sub_(8)
+        if self.layout.kind == "fp4":
+            return torch.tensor(FP4, device=self.codes.device)[unpack4(self.codes).int()]
+        return self.codes.float()
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """[O, I], rounded once."""

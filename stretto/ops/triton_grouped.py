@@ -23,7 +23,7 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _block(bounds, block, n_experts, BM: tl.constexpr, EXPERTS: tl.constexpr):
+def block_of(bounds, block, n_experts, BM: tl.constexpr, EXPERTS: tl.constexpr):
     """(expert, first place, end of the expert's places) of a block; expert = n_experts where there is none."""
     e = tl.arange(0, EXPERTS)
     start = tl.load(bounds + e, mask=e < n_experts, other=0)
@@ -41,7 +41,7 @@ def grouped_kernel(x, weight, bias, bounds, rows_in, rows_out, out, n_experts, n
                    BN: tl.constexpr, BK: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr,
                    PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """One program: BM places of one expert times BN outputs."""
-    expert, first, end = _block(bounds, tl.program_id(1), n_experts, BM, EXPERTS)
+    expert, first, end = block_of(bounds, tl.program_id(1), n_experts, BM, EXPERTS)
     if expert < n_experts:
         places = first + tl.arange(0, BM)
         real = places < end

@@ -21,6 +21,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from stretto.ops.launch import dependent, overlaps
 from stretto.ops.packed import BLOCK, Packed
 from stretto.ops.triton_fp8 import rounded
+from stretto.ops.triton_grouped import block_of
 from stretto.ops.triton_launch import begin
 
 HALF = tl.constexpr(BLOCK // 2)
@@ -46,6 +47,17 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def _number(code, FP4: tl.constexpr):
+    """Of four bits, as float32."""
+    if FP4:  # sign, two bits of exponent, one of fraction
+        m = (code & 7).to(tl.float32)
+        m = tl.where(m < 4, m * 0.5, tl.where(m < 6, m - 2.0, m * 2.0 - 8.0))
+        return tl.where(code >= 8, -m, m)
+    else:
+        return code.to(tl.float32) - 8.0
+
+
+@triton.jit
 def _group(scales, offsets, groups, index, x, sums, OFFSETS: tl.constexpr):
     """What a group adds to the outputs: its sums [BN, BM] by scale, and the sum of its inputs x [K, BM] by offset."""
     made = sums * tl.load(scales + groups + index).to(tl.float32)[:, None]
@@ -55,9 +67,9 @@ def _group(scales, offsets, groups, index, x, sums, OFFSETS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["m"])
-def few_rows_kernel(x, codes, scales, offsets, bias, row_scales, out, m, n, inputs, x_stride, INT4: tl.constexpr,
-                    GROUP: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-                    ROW_SCALES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def few_rows_kernel(x, codes, scales, offsets, bias, row_scales, out, m, n, inputs, x_stride, NIBBLES: tl.constexpr,
+                    FP4: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr,
+                    ADD: tl.constexpr, ROW_SCALES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                     STAGES: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr):
     """out[m, n] (+)= x[m, inputs] W^T for m <= BM. GROUP: columns that share a scale, 0: all of a row. ROW_SCALES: x is
     e4m3, with a scale for each row."""
@@ -68,7 +80,7 @@ def few_rows_kernel(x, codes, scales, offsets, bias, row_scales, out, m, n, inpu
     acc = tl.zeros((BN, BM), tl.float32)
     zero = tl.zeros((BN, BM), tl.float32)
     begin(PDL)
-    if INT4:
+    if NIBBLES:
         byte = tl.arange(0, BK // 2)
         low = byte // HALF * (2 * HALF) + byte % HALF  # the column in the low bits of each byte
         at = codes + rows.to(tl.int64)[:, None] * (inputs // 2) + byte[None, :]
@@ -76,8 +88,8 @@ def few_rows_kernel(x, codes, scales, offsets, bias, row_scales, out, m, n, inpu
             both = tl.load(at + start // 2, eviction_policy="evict_first")
             x_low = tl.load(x_row + start + low[:, None])
             x_high = tl.load(x_row + start + low[:, None] + HALF)
-            w_low = ((both & 15).to(tl.float32) - 8.0).to(x.dtype.element_ty)
-            w_high = ((both >> 4).to(tl.float32) - 8.0).to(x.dtype.element_ty)
+            w_low = _number(both & 15, FP4).to(x.dtype.element_ty)
+            w_high = _number(both >> 4, FP4).to(x.dtype.element_ty)
             index = start // GROUP if GROUP > 0 else 0
             if GROUP == HALF:  # then BK is 64, and the halves are groups of their own
                 acc += _group(scales, offsets, groups, index, x_low, _dot(w_low, x_low, zero, UPCAST), OFFSETS)
@@ -113,17 +125,71 @@ def few_rows_kernel(x, codes, scales, offsets, bias, row_scales, out, m, n, inpu
 
 
 @triton.jit
-def dequantize_kernel(codes, scales, offsets, out, inputs, INT4: tl.constexpr, GROUP: tl.constexpr,
-                      OFFSETS: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
+def _of_group(number, scales, offsets, at, inside, OFFSETS: tl.constexpr):
+    """Numbers [K, BN] of one group by its scales [BN], in float32."""
+    number = number * tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if OFFSETS:
+        number += tl.load(offsets + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return number
+
+
+@triton.jit(do_not_specialize=["n_experts"])
+def grouped_kernel(x, codes, scales, offsets, bias, bounds, rows_in, rows_out, out, n_experts, n, inputs, x_stride,
+                   NIBBLES: tl.constexpr, FP4: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
+                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr,
+                   UPCAST: tl.constexpr):
+    """As `triton_grouped.grouped_kernel`: BM places of one expert times BN outputs. Numbers are made of the codes on
+    the way, and rounded as if the matrix had been dequantised. BK divides `inputs` and a group."""
+    expert, first, end = block_of(bounds, tl.program_id(1), n_experts, BM, EXPERTS)
+    if expert < n_experts:
+        places = first + tl.arange(0, BM)
+        real = places < end
+        source = tl.load(rows_in + places, mask=real, other=0)
+        columns = tl.program_id(0) * BN + tl.arange(0, BN)
+        inside = columns < n
+        rows = expert.to(tl.int64) * n + tl.minimum(columns, n - 1)
+        groups = rows * (inputs // GROUP if GROUP > 0 else 1)
+        x_row = x + source[:, None] * x_stride
+        acc = tl.zeros((BM, BN), tl.float32)
+        if NIBBLES:
+            byte = tl.arange(0, HALF)
+            at = codes + rows[None, :] * (inputs // 2) + byte[:, None]
+            for start in tl.range(0, inputs, 2 * HALF):
+                both = tl.load(at + start // 2)
+                for half in tl.static_range(2):
+                    column = start + half * HALF
+                    a = tl.load(x_row + column + byte[None, :], mask=real[:, None], other=0.0)
+                    number = _number(both >> 4 if half == 1 else both & 15, FP4)
+                    group = groups + (column // GROUP if GROUP > 0 else 0)
+                    b = _of_group(number, scales, offsets, group, inside, OFFSETS).to(x.dtype.element_ty)
+                    acc = _dot(a, b, acc, UPCAST)
+        else:
+            k = tl.arange(0, BK)
+            at = codes + rows[None, :] * inputs + k[:, None]
+            for start in tl.range(0, inputs, BK):
+                a = tl.load(x_row + start + k[None, :], mask=real[:, None], other=0.0)
+                group = groups + (start // GROUP if GROUP > 0 else 0)
+                b = _of_group(tl.load(at + start).to(tl.float32), scales, offsets, group, inside, OFFSETS)
+                acc = _dot(a, b.to(x.dtype.element_ty), acc, UPCAST)
+        if BIAS:
+            acc += tl.load(bias + expert * n + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        target = tl.load(rows_out + places, mask=real, other=0)
+        to = out + target[:, None] * n + columns[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
+@triton.jit
+def dequantize_kernel(codes, scales, offsets, out, inputs, NIBBLES: tl.constexpr, FP4: tl.constexpr,
+                      GROUP: tl.constexpr, OFFSETS: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
     """One program for BK columns of a row, BK a multiple of BLOCK or all of the row."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     inside = k < inputs
     begin(PDL)
-    if INT4:
+    if NIBBLES:
         at = row * (inputs // 2) + k // (2 * HALF) * HALF + k % HALF
         both = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
-        number = (tl.where(k // HALF % 2 == 1, both >> 4, both & 15) - 8).to(tl.float32)
+        number = _number(tl.where(k // HALF % 2 == 1, both >> 4, both & 15), FP4)
     else:
         number = tl.load(codes + row * inputs + k, mask=inside, other=0.0).to(tl.float32)
     group = row * (inputs // GROUP if GROUP > 0 else 1) + (k // GROUP if GROUP > 0 else k * 0)
@@ -152,7 +218,7 @@ def blocks_for(weight: Packed) -> Blocks:
     """Many small programs where outputs are few, so that all multiprocessors read. A group is never divided, and what a
     program reads at a time lies in one group, or in the two of a block."""
     group = weight.inputs if weight.layout.group == weight.inputs else weight.layout.group
-    least = 64 if weight.layout.kind == "int4" else 32
+    least = 64 if weight.layout.bits == 4 else 32
     columns = max(c for c in (32, 64, 128, 256) if c == least or (c <= 256 and group % c == 0 and weight.inputs % c == 0
                                                                   and c >= least))
     outputs = 64 if weight.outputs >= 16384 and weight.outputs % 64 == 0 else 32 if weight.outputs % 32 == 0 else 16
@@ -161,8 +227,8 @@ def blocks_for(weight: Packed) -> Blocks:
 
 def _shape(weight: Packed) -> dict:
     layout = weight.layout
-    return {"INT4": layout.kind == "int4", "GROUP": 0 if layout.group == weight.inputs else layout.group,
-            "OFFSETS": layout.offsets}
+    return {"NIBBLES": layout.bits == 4, "FP4": layout.kind == "fp4", "OFFSETS": layout.offsets,
+            "GROUP": 0 if layout.group == weight.inputs else layout.group}
 
 
 def launch_few_rows(x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None = None,
@@ -176,6 +242,26 @@ def launch_few_rows(x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: to
         BIAS=bias is not None, ADD=add, ROW_SCALES=row_scales is not None, BM=max(16, triton.next_power_of_2(m)),
         BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages, PDL=overlaps(x.device),
         UPCAST=INTERPRETED and x.dtype is not torch.float32, num_warps=blocks.warps, **dependent(x.device))
+
+
+def launch_grouped(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, bounds: torch.Tensor,
+                   rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """As `triton_grouped.launch_grouped`; `weight` has the rows of all experts one below the other; bounds [E + 1]."""
+    n_experts, places, layout = len(bounds) - 1, len(rows_in), weight.layout
+    n, inputs = weight.outputs // n_experts, weight.inputs
+    bm = min(max(16, triton.next_power_of_2(-(-places // n_experts))), 128)
+    blocks = min(-(-places // bm) + n_experts, places)  # every block but one an expert is full, and none is empty
+    if blocks == 0:
+        return out
+    group = 0 if layout.group == inputs else layout.group
+    bn, bk = 128 if n >= 128 else 64, min(64, group or 64)
+    grouped_kernel[(triton.cdiv(n, bn), blocks)](
+        x, weight.codes, weight.scales, x if weight.offsets is None else weight.offsets, x if bias is None else bias,
+        bounds, rows_in, rows_out, out, n_experts, n, inputs, x.stride(0), **_shape(weight),
+        BM=bm, BN=bn, BK=bk,
+        EXPERTS=triton.next_power_of_2(n_experts), BIAS=bias is not None,
+        UPCAST=INTERPRETED and x.dtype is not torch.float32, num_warps=4 if bm <= 64 else 8, num_stages=3)
+    return out
 
 
 def launch_dequantize(weight: Packed, dtype: torch.dtype) -> torch.Tensor:

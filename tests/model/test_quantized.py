@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from stretto.facts import model_facts
 from stretto.model.config import ConfigError
+from stretto.model.experts import ExpertWeights, PackedExperts
 from stretto.model.load import load_model
+from stretto.model.matrix import PlainMatrix
 from stretto.model.quantization import parse_quantization
 from stretto.model.source import WeightError
 from tests.model import quantized
@@ -93,23 +95,68 @@ def test_blocks_that_do_not_divide_a_matrix(tmp_path):
     torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
 
 
-def test_mxfp4_experts_equal_transformers(tmp_path):
+def save_mxfp4(folder):
+    """A gpt-oss whose experts are stored so; transformers' model with the numbers that are meant."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    oracle = save(tmp_path, "GptOss", hidden_size=64, intermediate_size=96, head_dim=16, num_local_experts=4,
+    oracle = save(folder, "GptOss", hidden_size=64, intermediate_size=128, head_dim=16, num_local_experts=4,
                   num_experts_per_tok=2)
-    tensors, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(3)
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
     for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, rows = tensors.pop(name).shape
         stored = torch.randint(256, (experts, rows, inputs // 32, 16), dtype=torch.uint8, generator=generator)
         scales = torch.randint(122, 126, (experts, rows, inputs // 32), dtype=torch.uint8, generator=generator)
         tensors |= {f"{name}_blocks": stored, f"{name}_scales": scales}
         oracle.get_parameter(name).copy_(convert_moe_packed_tensors(stored, scales, dtype=torch.float32))
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return oracle
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["as numbers", "packed"])
+def test_mxfp4_experts_equal_transformers(packed, tmp_path, monkeypatch):
+    """Packed, as on GPUs, but with numbers instead of their kernel: what it would be given is exact."""
+    oracle = save_mxfp4(tmp_path)
+    if packed:
+        monkeypatch.setattr("stretto.model.weights.stays_packed", lambda layout, *_: layout.kind == "fp4")
+        monkeypatch.setattr("stretto.model.experts.packed_matrix", lambda weight, bias: PlainMatrix(
+            weight.dequantized(torch.float32), bias))
     model, ids = load(tmp_path), ids_of(15)
+    kind = PackedExperts if packed else ExpertWeights
+    assert all(isinstance(part, kind) for layer in model.decoder for part in (layer.mlp._gate_up, layer.mlp._down))
     torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=2e-4, rtol=1e-4)
+
+
+def test_on_a_gpu_mxfp4_experts_take_few_bits(tmp_path):
+    save_mxfp4(tmp_path)
+    on = dict(model_facts(tmp_path).packed_bytes)
+    numbers = 3 * 4 * 3 * 64 * 128  # layers, experts, matrices
+    assert on["cpu"] - on["cuda"] == numbers * 2 - numbers * (0.5 + 2 / 32)
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16")
+def test_experts_stay_packed_on_a_cpu(tmp_path):
+    oracle = save(tmp_path, "Qwen3Moe", **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+    generator, pack = torch.Generator().manual_seed(3), quantized.packed(4)
+    tensors, meant = load_file(tmp_path / "model.safetensors"), {}
+    for name in [n for n in tensors if ".experts." in n]:
+        stored, meant[name] = pack(name.removesuffix(".weight"), tensors.pop(name), generator)
+        tensors |= stored
+    save_file({k: v.contiguous() for k, v in tensors.items()}, tmp_path / "model.safetensors")
+    for layer, block in enumerate(oracle.model.layers):
+        for e in range(4):
+            gate, up, down = (meant[f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight"]
+                              for part in ("gate", "up", "down"))
+            block.mlp.experts.gate_up_proj[e], block.mlp.experts.down_proj[e] = torch.cat((gate, up)), down
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": int_of(4)}))
+    model, ids = load_model(tmp_path, dtype=torch.bfloat16, device=CPU), ids_of(30)
+    assert all(isinstance(part, PackedExperts) for layer in model.decoder for part in (layer.mlp._gate_up,
+                                                                                       layer.mlp._down))
+    want = oracle_logits(oracle, ids)
+    off = (run(model, ids) - want).norm(dim=-1) / want.norm(dim=-1)
+    assert off.median() < 0.03, "single tokens may choose another expert where two are nearly as good"
 
 
 def test_experts_that_are_stored_one_by_one(tmp_path):

@@ -69,7 +69,12 @@ def packed_kernels(arch: int, pdl: bool):
     for kind, (codes, columns, group) in kinds.items():
         types = {"codes": codes, "scales": "*fp32" if kind == "fp8" else "*bf16", "offsets": "*bf16",
                  "row_scales": "*fp32"}
-        options = dict(INT4=kind == "int4", GROUP=group, OFFSETS=kind == "int4", PDL=pdl)
+        options = dict(NIBBLES=kind == "int4", FP4=False, GROUP=group, OFFSETS=kind == "int4")
+        yield f"{kind} of experts", build(
+            triton_packed.grouped_kernel, options | dict(FP4=kind == "int4", BM=128, BN=128, BK=min(columns, 64),
+                                                         EXPERTS=32, BIAS=True, UPCAST=False), 8, arch,
+            types | dict(bounds="*i64", rows_in="*i64", rows_out="*i64"))
+        options["PDL"] = pdl
         yield f"{kind} by few rows", build(
             triton_packed.few_rows_kernel, options | dict(BIAS=True, ADD=True, ROW_SCALES=False, BM=64, BN=64,
                                                           BK=columns, STAGES=4, UPCAST=False), 4, arch, types)

@@ -13,7 +13,16 @@ import torch
 
 from stretto.model.config import ConfigError, ModelConfig
 from stretto.model.decoder import MLP, Decoder, Style, gated_mlp
-from stretto.model.experts import ExpertMLP, ExpertWeights, Route, softmax_over_all, softmax_over_chosen
+from stretto.model.experts import (
+    ExpertMLP,
+    Experts,
+    ExpertWeights,
+    PackedExperts,
+    Route,
+    expert_weights,
+    softmax_over_all,
+    softmax_over_chosen,
+)
 from stretto.model.layers import ACTIVATIONS, Linear
 from stretto.model.shard import cut, rows_of, whole
 from stretto.model.weights import Weights
@@ -65,14 +74,13 @@ def separate_experts(config: ModelConfig, w: Weights, name: str, inner: int, nam
     if inner % shard.ranks:
         raise ConfigError(f"{inner} inner features of an expert cannot be shared equally by {shard.ranks} ranks")
     each = [f"{name}.experts.{e}" for e in range(n)]
-    gate_up = w.stack_pieces([rows_of(shard, f"{expert}.{names[part]}.weight", inner)
-                              for expert in each for part in ("gate", "up")], hidden)
-    down = w.stack_pieces([whole(f"{expert}.{names['down']}.weight", hidden) for expert in each], inner,
-                          cut_columns=True)
-    inner //= shard.ranks
-    return ExpertMLP(Linear(w, [(f"{name}.gate", n)], hidden), ExpertWeights(w, gate_up.view(n, 2 * inner, hidden)),
-                     ExpertWeights(w, down.view(n, hidden, inner)), partial(gate, act=config.hidden_act), route,
-                     n_experts=n, chosen=config.value("num_experts_per_tok"), inner=inner, total=shard.sum,
+    gate_up = w.matrices([rows_of(shard, f"{expert}.{names[part]}.weight", inner)
+                          for expert in each for part in ("gate", "up")], hidden, single=True)
+    down = w.matrices([whole(f"{expert}.{names['down']}.weight", hidden) for expert in each], inner, cut_columns=True,
+                      single=True)
+    return ExpertMLP(Linear(w, [(f"{name}.gate", n)], hidden), expert_weights(w, n, gate_up),
+                     expert_weights(w, n, down), partial(gate, act=config.hidden_act), route, n_experts=n,
+                     chosen=config.value("num_experts_per_tok"), inner=inner // shard.ranks, total=shard.sum,
                      shared=shared)
 
 
@@ -80,13 +88,23 @@ def _gpt_oss_mlp(config: ModelConfig, w: Weights, index: int) -> ExpertMLP:
     name, n, shard = f"model.layers.{index}.mlp.experts", _experts_of(config), w.shard
     hidden, inner = config.hidden_size, config.intermediate_size
     start, count = cut(shard, inner)  # of gate and up, interleaved: twice as many
-    gate_up = ExpertWeights(
-        w, w.take_part(f"{name}.gate_up_proj", (n, hidden, 2 * inner), 2, 2 * start, 2 * count),
-        w.take_part(f"{name}.gate_up_proj_bias", (n, 2 * inner), 1, 2 * start, 2 * count), _halves)
-    bias = w.take(f"{name}.down_proj_bias", n, hidden)
+    shape_in, shape_out = (n, hidden, 2 * inner), (n, inner, hidden)
+    bias_in = w.take_part(f"{name}.gate_up_proj_bias", shape_in[::2], 1, 2 * start, 2 * count)
+    bias_out = w.take(f"{name}.down_proj_bias", n, hidden)
     if shard.rank > 0:  # it counts once
-        w.then(partial(_clear, bias))
-    down = ExpertWeights(w, w.take_part(f"{name}.down_proj", (n, inner, hidden), 1, start, count), bias, _rows)
+        w.then(partial(_clear, bias_out))
+    gate_up: Experts
+    down: Experts
+    if (packed := w.transposed_experts(f"{name}.gate_up_proj", shape_in)) is not None:
+        apart = torch.arange(2 * inner).view(-1, 2).t().flatten()
+        gate_up = PackedExperts(w, n, packed, bias_in, apart)
+    else:
+        part = w.take_part(f"{name}.gate_up_proj", shape_in, 2, 2 * start, 2 * count)
+        gate_up = ExpertWeights(w, part, bias_in, _halves)
+    if (packed := w.transposed_experts(f"{name}.down_proj", shape_out)) is not None:
+        down = PackedExperts(w, n, packed, bias_out)
+    else:
+        down = ExpertWeights(w, w.take_part(f"{name}.down_proj", shape_out, 1, start, count), bias_out, _rows)
     clamped = partial(clamped_gate, alpha=config.value("swiglu_alpha"), limit=config.value("swiglu_limit"))
     router = Linear(w, [(f"model.layers.{index}.mlp.router", n)], hidden, bias=True)
     return ExpertMLP(router, gate_up, down, clamped, softmax_over_chosen, n_experts=n,
