@@ -38,13 +38,17 @@ FEATURES: tuple[Feature, ...] = (
     Feature("prefix cache", "cells that another request had computed"),
     Feature("host memory", "KV that was copied to host memory when its pages went, and back when it was needed"),
     Feature("FP8 KV cache", "heads of keys that were written in 8 bits"),
-    Feature("window", "pages behind the window that were given back while their request ran"),
+    Feature("window", "pages behind the window that were given back while their request ran", "layers"),
+    Feature("recurrent state", "tokens fed to a model half of whose layers keep a state in place of cells", "layers"),
     *(Feature(f"page size {size}", "sequences of several pages", "page size") for size in (1, 16, 64, 256)),
     Feature("session: tag", "a second turn that sent its history again, and computed only what was new", "session"),
     Feature("session: append", "a second turn that sent only what was new, and computed only that", "session"),
     *(Feature(f"drafter {name}", "drafts that were verified", "drafter")
       for name in ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp", "dflash", "dspark")),
     Feature("elastic speculation", "rows that were given fewer drafts than they may have, by gain and cost"),
+    Feature("rejection sampling", "drafts that were accepted by chance, from what they were drawn from"),
+    Feature("deterministic", "an answer that came again bit for bit, without anybody beside it"),
+    Feature("embeddings", "vectors of requests beside the others, equal to the model's own"),
     Feature("logprobs", "a log-probability for every token, equal to the model's own"),
     Feature("prompt logprobs", "a log-probability for every token of the prompt, equal to the model's own"),
     Feature("penalties", "tokens that would have been others without repetition, presence and frequency penalties"),
@@ -70,8 +74,17 @@ class Refusal(NamedTuple):
 
 
 _ONE_ANSWER = ("a session's turn has n 1, since its answer becomes the history: branch the session for other answers")
+_PREDICTOR = "the MTP layer of a model whose layers keep states has gated heads and experts, which drafter mtp has not"
+_POINT = "it does not draw its ids, so there is no probability to divide by"
 REFUSALS: tuple[Refusal, ...] = (Refusal("n > 1", "session: tag", _ONE_ANSWER),
-                                 Refusal("n > 1", "session: append", _ONE_ANSWER))
+                                 Refusal("n > 1", "session: append", _ONE_ANSWER),
+                                 Refusal("recurrent state", "drafter mtp", _PREDICTOR),
+                                 Refusal("rejection sampling", "drafter ngram", _POINT),
+                                 Refusal("rejection sampling", "drafter suffix", _POINT),
+                                 Refusal("deterministic", "rejection sampling",
+                                         "a seed's text depends on which positions were drafted"),
+                                 Refusal("deterministic", "LoRA adapter",
+                                         "how an adapter's products round depends on the batch"))
 
 
 class Proof(NamedTuple):

@@ -349,6 +349,7 @@ class Ledger:
                 self._fence(g, page)
                 lease.arrives = self._ops.next_seq
             lease.pages[g].append(page)
+        lease.rested = lease.lo
         self._let_tail_go(lease, used=True)
         return True
 
@@ -710,15 +711,18 @@ class Ledger:
         lease.nodes.clear()
         self._leave(lease.root)
 
-    def give_up(self, lease: Lease, tokens: Sequence[int], useful: int | None = None) -> Node | None:
+    def give_up(self, lease: Lease, tokens: Sequence[int], useful: int | None = None, slot: int = 0) -> Node | None:
         """As `publish` and `drop`, of a sequence that will go on: its pages stay findable as long as there is room,
         with a host tier its last cells too. Returns the `home` that it must adopt from, or `forget`; None where the
-        shared tree is that."""
+        shared tree is that. `slot`: where the sequence still sits."""
         if self.tier is None:
             self.publish(lease, tokens)
             self.drop(lease, useful)
             return None
         home = None if self.prefix_cache else self.join(lease.root)
+        if self.has_states and slot and lease.lo and lease.flying < self._state_cells \
+                and self._state_below(lease, lease.lo) != lease.lo:
+            self._keep_state(lease, slot)
         self._share(lease, tokens)
         self._share_tail(lease, tokens)
         self.drop(lease, useful)
@@ -728,7 +732,9 @@ class Ledger:
         """The cells above the last full page, of a lease that is about to be dropped. Steps in flight write only cells
         above them."""
         n, rest = divmod(lease.lo, self.page_size)
-        if self.has_states or not rest or len(lease.nodes) != n or len(lease.pages[0]) <= n or lease.lo > len(tokens):
+        if not rest or len(lease.nodes) != n or len(lease.pages[0]) <= n or lease.lo > len(tokens):
+            return
+        if self.has_states and lease.rested != lease.lo:
             return
         tail = self.tree.child(lease.nodes[-1] if n else lease.root, tuple(tokens[n * self.page_size : lease.lo]))
         self.tree.revive(tail)

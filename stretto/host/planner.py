@@ -158,7 +158,7 @@ class Planner:
     def _give_up(self, turn: Turn) -> None:
         """The turn's pages may go; it will look for them again."""
         assert turn.lease is not None
-        turn.home = self._ledger.give_up(turn.lease, turn.tokens)
+        turn.home = self._ledger.give_up(turn.lease, turn.tokens, slot=max(turn.slot, 0))
         turn.lease = None
 
     def _has_room(self, turn: Turn, claims: list[int]) -> bool:

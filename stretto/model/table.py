@@ -33,6 +33,8 @@ FAMILIES = (
     Family("Qwen2, Qwen2.5", ("Qwen2ForCausalLM",), "windows from a layer on, or by layer"),
     Family("Qwen3", ("Qwen3ForCausalLM",), "head norms; windows as Qwen2"),
     Family("Qwen3-MoE", ("Qwen3MoeForCausalLM",), "experts, dense layers between them; head norms"),
+    Family("Qwen3-Next", ("Qwen3NextForCausalLM",), "three of four layers keep a state (gated delta rule); gated heads;"
+           " a shared expert"),
     Family("MiMo", ("MiMoForCausalLM",), "its predicting layer is the drafter `mtp`"),
     Family("Gemma 2", ("Gemma2ForCausalLM",), "soft caps of scores and logits; windows in every other layer"),
     Family("Gemma 3, text", ("Gemma3ForCausalLM",), "head norms; two rotations; windows in five of six layers"),

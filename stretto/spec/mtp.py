@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from stretto.attn.api import Attend
-from stretto.model.config import ModelConfig, read_config
+from stretto.model.config import ModelConfig, architecture_of, read_config
 from stretto.model.dequantize import dequantized
 from stretto.model.layers import Linear, RMSNorm
 from stretto.model.quantization import parse_quantization
+from stretto.model.registry import NATIVE
 from stretto.model.source import SafetensorsSource, WeightSource
 from stretto.model.weights import Weights
 from stretto.spec.api import Drafter, DrafterCaps
@@ -30,6 +31,7 @@ from stretto.spec.eagle import chain_caps
 from stretto.spec.layers import DraftLayer, kv_groups, layer_specs, rotary_of, style_of
 from stretto.spec.repos import count_parameters, split_settings
 from stretto.spec.sources import Renamed, parse_config
+from stretto.wire import STATE
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,9 @@ class MTP:
             raise DrafterError(f"drafter mtp: {target.path.name} is a GGUF file, whose MTP layers are not read; serve"
                                " the folder in Hugging Face layout")
         raw = read_config(target.path)[0]
+        if architecture_of(raw) in NATIVE and STATE in ModelConfig.from_hf(raw).windows:
+            raise DrafterError(f"target {target.name}: the MTP layer of a model whose layers keep states has gated"
+                               " heads and experts, which drafter mtp has not")
         source = dequantized(SafetensorsSource(target.path), parse_quantization(raw))
         names = set(source.names())
         for naming in namings(target.n_layers):

@@ -21,6 +21,7 @@ from stretto.spec.chain import ChainDrafter
 from stretto.spec.context import DrafterContext, DrafterError, DrafterSizes, Target
 from stretto.spec.repos import DraftRepo, check_vocabulary, open_repo
 from stretto.text.tokenizer import TokenizerError, load_tokenizer
+from stretto.wire import STATE
 
 WIDEST = 16
 
@@ -53,6 +54,8 @@ class Standalone:
     def sizes(self, settings: str, target: Target) -> DrafterSizes:
         repo = open_repo("standalone", settings)
         facts = model_facts(repo.path)
+        if any(group.window == STATE for group in facts.kv_groups):
+            raise DrafterError(f"{repo.name}: some of its layers keep states, and a drafter's memory is made of cells")
         check_vocabulary(repo, facts.vocab_size, target)
         check_token_maps(repo, target)
         return DrafterSizes(self.caps(settings), facts.parameters,

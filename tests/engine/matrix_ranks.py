@@ -71,9 +71,10 @@ def _serve(parent: int, folder: Path, leader: Connection) -> None:
             path, drafters, features = leader.recv()
         except EOFError:
             return
-        key = _, dtype, lora, _ = lab_key(features)
+        key = lab_key(features)
         if key not in labs:
-            bank = AdapterBank(1, 4) if lora else None
-            model = load_model(path, dtype=getattr(torch, dtype), device=CPU, adapters=bank, shard=shard)
+            bank = AdapterBank(1, 4) if key.lora else None
+            model = load_model(path, dtype=getattr(torch, key.dtype), device=CPU, adapters=bank, shard=shard,
+                               fixed=key.fixed)
             labs[key] = Lab(model, target_of(model, path, "tiny"), drafters, None, bank)  # type: ignore[arg-type]
         serve_rank(engine_of(labs[key], features).device, leader, int("overlap" in features))

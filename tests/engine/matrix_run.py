@@ -4,8 +4,10 @@
     f0 f1 f2    with everything that the cell asks of a request; f1 is retracted, f2 is aborted, where the cell says so;
                 where there is host memory, all give way first, and their pages leave the device
     f3          the same, with a longer prompt that arrives in chunks while f0 answers
+    e0 e1       beside f3: vectors of two prompts, of their last token and the mean of all
     turns       of sessions: f0..f3 are first turns; each is followed by a second one
     after       f0's prompt once more, without a session: finds what f0 computed
+    again       f3's, where answers are deterministic: nothing else runs, and nothing may differ
 
 Every answer is checked by `replay_oracle`. Each feature of the cell is shown by a count of what happened.
 """
@@ -19,13 +21,15 @@ from dataclasses import replace as replaced
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import transformers
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from stretto.bench.tiny import write_tiny
+from stretto.bench.tiny import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, SPREAD, write_tiny
 from stretto.device.ranks import RanksDevice
 from stretto.device.runner import Runner
 from stretto.device.streams import DeviceHalf
@@ -52,6 +56,9 @@ from tests.model.lora import ATTENTION, MLP, merged, save_adapter
 from tests.serve.fakes import EOS, ByteTokenizer
 
 VOCAB, CONTEXT, NEW, WINDOW, CHUNK = 300, 640, 24, 16, 8
+# How far a vector may lie from transformers', relative to its length.
+VECTORS = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
+VECTORS_OF_ROUNDED = {"float32": 0.03, "float16": 0.1, "bfloat16": 0.2}
 LETTERS = range(ord("a"), ord("f") + 1)
 WORD = Grammar("regex", f"[a-f]{{{NEW}}}")
 SEED = 77
@@ -75,17 +82,21 @@ class Lab:
 
 
 def make_lab(folder: Path, window: bool, dtype: str, device: str = "cpu", lora: bool = False,
-             shard: Shard | None = None) -> Lab:
-    """`shard`: the rank whose part of the model it has."""
+             shard: Shard | None = None, states: bool = False, fixed: bool = False) -> Lab:
+    """`shard`: the rank whose part of the model it has. `states`: half of the model's layers keep a state. `fixed`:
+    every row is summed in one order."""
     tiny = write_tiny(folder, WINDOW if window else None, VOCAB, CONTEXT)
-    bank = AdapterBank(1, 4) if lora else None
-    model = load_model(tiny.path, dtype=getattr(torch, dtype), device=torch.device(device), adapters=bank, shard=shard)
-    config = json.loads((tiny.path / "config.json").read_text()) | {"model_type": "qwen2"}
-    made = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**config)).eval()
-    tensors = load_file(tiny.path / "model.safetensors")
-    kept = {name: t.to(getattr(torch, dtype)).float() for name, t in tensors.items() if "mtp_layers" not in name}
+    bank, path = AdapterBank(1, 4) if lora else None, write_hybrid(folder / "hybrid") if states else tiny.path
+    model = load_model(path, dtype=getattr(torch, dtype), device=torch.device(device), adapters=bank, shard=shard,
+                       fixed=fixed)
+    config = json.loads((path / "config.json").read_text())
+    made = (transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**config)) if states else
+            transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**config | {"model_type": "qwen2"}))).eval()
+    loaded = transformers.Qwen3NextForCausalLM.from_pretrained(path).state_dict() if states else load_file(
+        path / "model.safetensors")
+    kept = {name: t.to(getattr(torch, dtype)).float() for name, t in loaded.items() if "mtp_layers" not in name}
     made.load_state_dict(kept)
-    lab = Lab(model, target_of(model, tiny.path, "tiny"), tiny.drafters | {
+    lab = Lab(model, target_of(model, path, "tiny"), tiny.drafters | {
         "suffix": "suffix", "ngram": "ngram:longest=4,shortest=1"}, made)
     if bank is None:
         return lab
@@ -93,24 +104,57 @@ def make_lab(folder: Path, window: bool, dtype: str, device: str = "cpu", lora: 
     return replaced(lab, bank=bank, adapter=adapter, adapted=merged(made, adapter))
 
 
+def write_hybrid(folder: Path) -> Path:
+    """A random model, half of whose layers keep a state; of the sizes of `write_tiny`, so that its drafters fit. It has
+    no experts, and an epsilon that counts: which expert is chosen, and the sign of a state's answer that is nearly zero
+    and then normed, may hang on a rounding, and then much else."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(11)
+        model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(
+            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, head_dim=HEAD_DIM,
+            num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=CONTEXT,
+            mlp_only_layers=list(range(LAYERS)), rms_norm_eps=0.05,
+            linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=16,
+            layer_types=["linear_attention", "full_attention"] * (LAYERS // 2), tie_word_embeddings=False))
+        sizes = {"lm_head": SPREAD, "embed_tokens": HIDDEN**0.5, "out_proj": 0.5, "o_proj": 0.5, "down_proj": 0.5}
+        for name, tensor in model.named_parameters():
+            if tensor.ndim > 1:
+                size = next((size for part, size in sizes.items() if part in name), 1.0)
+                tensor.normal_(0, size * tensor.shape[-1] ** -0.5)
+        model.lm_head.weight[EOS] = 0  # answers end where the test says so
+    model.save_pretrained(folder)
+    return folder
+
+
 def lab_keeper(make_folder: Callable[[str], Path], device: str = "cpu",
                shard: Shard | None = None) -> Callable[[frozenset[str]], Lab]:
     """The lab that a cell needs; each is made when first asked for. `shard`: of cells with tensor parallelism."""
-    kept: dict[tuple[bool, str, bool, bool], Lab] = {}
+    kept: dict[LabKey, Lab] = {}
 
     def get(features: frozenset[str]) -> Lab:
         key = lab_key(features)
         if key not in kept:
-            window, dtype, lora, cut = key
-            kept[key] = make_lab(make_folder("tiny"), window, dtype, device, lora, shard if cut else None)
+            kept[key] = make_lab(make_folder("tiny"), key.window, key.dtype, device, key.lora,
+                                 shard if key.cut else None, key.states, key.fixed)
         return kept[key]
     return get
 
 
-def lab_key(features: frozenset[str]) -> tuple[bool, str, bool, bool]:
-    """Window, type, room for adapters, cut into ranks."""
-    dtype = next(name for name in TOLERANCE if name in features)
-    return "window" in features, dtype, "LoRA adapter" in features, "tensor parallelism" in features
+class LabKey(NamedTuple):
+    """`cut`: into ranks."""
+
+    window: bool
+    dtype: str
+    lora: bool
+    cut: bool
+    states: bool
+    fixed: bool
+
+
+def lab_key(features: frozenset[str]) -> LabKey:
+    return LabKey("window" in features, next(name for name in TOLERANCE if name in features),
+                  "LoRA adapter" in features, "tensor parallelism" in features, "recurrent state" in features,
+                  "deterministic" in features)
 
 
 class Shy(RowProcessor):
@@ -162,7 +206,7 @@ def engine_of(lab: Lab, on: frozenset[str], lead: Lead = lambda half: half) -> E
     setup = Setup(width=4, page_size=page, pool_tokens=16 * max(page, 256), chunk=CHUNK, budget=64,
                   mixed="mixed chunk" in on, overlap="overlap" in on, slots=13, context=CONTEXT,
                   prefix_cache="prefix cache" in on, attention=attention,
-                  kv_dtype="fp8_e4m3" if "FP8 KV cache" in on else None,
+                  kv_dtype="fp8_e4m3" if "FP8 KV cache" in on else None, rejection="rejection sampling" in on,
                   host_tokens=16 * max(page, 256) if "host memory" in on else 0)
     limits: dict = {"adapters": Adapters(1)} if lab.bank is not None else {}
     if "elastic speculation" in on:
@@ -196,7 +240,7 @@ class MatrixRun:
         self.core = engine_of(lab, features, lead)
         self.asked: dict[str, Asked] = {}
         self.histories: dict[str, list[int]] = {}
-        self.slid, self.most_pages, self.inherited, self.turns = 0, 0, 0, 0
+        self.slid, self.most_pages, self.inherited, self.turns, self.repeated = 0, 0, 0, 0, 0
         self._equip()
         self._watch()
 
@@ -205,6 +249,7 @@ class MatrixRun:
         self.core.host._clock._clock = lambda: 0.0  # costs stay what they were said to be
         if "logit processor" in self.on:
             self.core.info.logit_processors = sorted(REGISTRY.named)
+        self.core.info.hidden_size = self.lab.model.hidden_size
         if self.lora:
             self.core.adapters = AdapterLoader(self.core.host, self.core.device)
             self.core.manage(LoadAdapter(self.lora, str(self.lab.adapter)))
@@ -281,6 +326,9 @@ class MatrixRun:
             self.submit(f"f{i}", [*stem, 20 + i, 7, 3, 60 + i], self.sampling(), self.sid(i))
         self.until(lambda: self.asked["f0"].answering)
         self.submit("f3", [*stem, *range(100, 140)], self.sampling(), self.sid(3))
+        if "embeddings" in self.on:
+            self.embed("e0", [*stem, 77], "last")
+            self.embed("e1", [1, *stem[: CHUNK + 3]], "mean")
         if "host memory" in self.on:
             for i in range(3):
                 self.retract(f"f{i}")
@@ -298,7 +346,16 @@ class MatrixRun:
             self.second_turns()
         self.submit("after", self.asked["f0"].prompt, replace(self.sampling(), prompt_logprobs=None))
         self.until(lambda: not self.core.has_work)
+        if "deterministic" in self.on:
+            self.submit("again", self.asked["f3"].prompt, self.asked["f3"].sampling)
+            self.until(lambda: not self.core.has_work)
+            self.repeated = self.bits("again", self.bits("f3"))
         self.end()
+
+    def embed(self, rid: str, tokens: list[int], pooling: Literal["last", "mean"]) -> None:
+        self.asked[rid] = Asked(tokens, SamplingParams(max_tokens=0))
+        self.core.submit(Request(rid=rid, tokens=tokens, sampling=self.asked[rid].sampling, pooling=pooling,
+                                 want_text=False, adapter=self.lora))
 
     def sid(self, i: int) -> str | None:
         return f"s{i}" if self.session else None
@@ -348,7 +405,30 @@ class MatrixRun:
         for rid, asked in self.asked.items():
             self.check(rid, asked)
 
+    def bits(self, rid: str, other: Any = None) -> Any:
+        """Ids and log-probabilities of each choice; with `other`, which they must be, how many ids that are."""
+        found = [(self.asked[rid].ids(choice), [s for o in outputs for s in o.logprobs or []],
+                  [s for o in outputs for s in o.prompt_logprobs or []])
+                 for choice, outputs in sorted(self.asked[rid].outputs.items())]
+        if other is None:
+            return found
+        assert found == other
+        return sum(len(ids) for ids, *_ in found)
+
+    @torch.no_grad()
+    def check_vector(self, rid: str, asked: Asked) -> None:
+        """Up to rounding: the states of half-precision types, and those of rounded cells, are a little off."""
+        (output,) = asked.outputs[0]
+        assert output.finish_reason == "length" and output.embedding is not None
+        states = self.replay.reference.model(torch.tensor([asked.prompt])).last_hidden_state[0].float().numpy()
+        expected = states[-1] if rid == "e0" else states.mean(0)
+        off = np.linalg.norm(np.frombuffer(output.embedding, np.float32) - expected) / np.linalg.norm(expected)
+        dtype = next(name for name in TOLERANCE if name in self.on)
+        assert off <= (VECTORS_OF_ROUNDED if "FP8 KV cache" in self.on else VECTORS)[dtype], (rid, off)
+
     def check(self, rid: str, asked: Asked) -> None:
+        if rid[0] == "e":
+            return self.check_vector(rid, asked)
         sampling = asked.sampling
         assert len(asked.outputs) == sampling.n
         for choice, outputs in asked.outputs.items():
@@ -364,7 +444,7 @@ class MatrixRun:
             replay = self.beside if rid == "before" else self.replay
             replay.check(asked.prompt, ids, sampling, choice, scores, prompt_scores or None,
                          None if sampling.grammar is None else lambda place: LETTERS,
-                         shy if sampling.logit_processors else None)
+                         shy if sampling.logit_processors else None, "rejection sampling" in self.on)
             assert bool(prompt_scores) == (sampling.prompt_logprobs is not None and choice == 0), rid
 
     # -------------------------------------------------------------------------------------------------- what it proves
@@ -425,9 +505,13 @@ EVIDENCE: dict[str, Callable[[MatrixRun], object]] = {
     "host memory": lambda run: min(run.counter("host_saved_tokens"), run.counter("host_restored_tokens")),
     "FP8 KV cache": lambda run: sum(int((pair.k > 0).sum()) for pair in run.runner.kv.scales if pair),
     "window": lambda run: run.slid if {None, WINDOW} <= set(run.core.host.limits.windows) else 0,
+    "recurrent state": lambda run: run.counter("fed_tokens") if run.runner.states is not None else 0,
     # where prompts are scored, a tag turn feeds all of its prompt again
     "session: tag": lambda run: run.turns if "prompt logprobs" in run.on else run.inherited,
     "session: append": lambda run: run.inherited,
+    "rejection sampling": lambda run: run.usages("drafted_tokens") if run.runner.table.proposals is not None else 0,
+    "deterministic": lambda run: run.repeated if run.runner.fixed else 0,
+    "embeddings": lambda run: len([asked for rid, asked in run.asked.items() if rid in ("e0", "e1")]),
     "logprobs": lambda run: run.replay.seen["scores"],
     "prompt logprobs": lambda run: run.replay.seen["prompt scores"],
     "penalties": lambda run: run.replay.seen["penalised"],
@@ -441,7 +525,7 @@ EVIDENCE: dict[str, Callable[[MatrixRun], object]] = {
     "LoRA adapter": lambda run: run.counter("steps") if run.tells_adapter_from_model() else 0,
     **{f"page size {size}": MatrixRun.pages for size in (1, 16, 64, 256)},
     **{f"drafter {name}": lambda run: run.usages("drafted_tokens") for name in DRAFTERS},
-    "attention torch": lambda run: type(run.runner.backend).__name__ == "TorchRagged",
+    "attention torch": lambda run: type(run.runner.backend).__name__ in ("TorchRagged", "TorchFixed"),
     "attention triton": lambda run: type(run.runner.backend).__name__ == "TritonRagged",
     **{name: lambda run, name=name: run.runner.model.dtype == getattr(torch, name) for name in TOLERANCE},
 }

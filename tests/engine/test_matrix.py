@@ -11,7 +11,7 @@ import random
 import pytest
 
 from stretto.compat import ConfigError
-from stretto.config import Config, ModelSection, SpeculationSection
+from stretto.config import Config, LoraSection, ModelSection, SpeculationSection
 from stretto.engine.prepare import prepare
 from stretto.matrix import FEATURES, REFUSALS
 from stretto.protocol import RequestError
@@ -27,14 +27,15 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     **{name: ("", name) for name in ("mixed chunk", "overlap", "retraction", "abort", "prefix cache", "host memory",
                                      "FP8 KV cache", "logprobs", "prompt logprobs", "penalties", "seed",
                                      "grammar", "n > 1", "streaming", "logit processor", "LoRA adapter",
-                                     "elastic speculation")}}
+                                     "elastic speculation", "rejection sampling", "deterministic",
+                                     "embeddings")}}
 RANDOM = 120  # further cells of the whole product
 
 
 def allowed(cell: Cell) -> bool:
     """Of what is refused there is no cell, nor of drafts that nobody makes."""
     on = set(cell.values())
-    if cell.get("drafter") == "" and cell.get("elastic speculation"):
+    if cell.get("drafter") == "" and (cell.get("elastic speculation") or cell.get("rejection sampling")):
         return False
     return not any({refusal.first, refusal.second} <= on for refusal in REFUSALS)
 
@@ -88,6 +89,22 @@ def test_what_is_refused_says_so(labs, refusal) -> None:
     run.core.close()
 
 
+@pytest.mark.parametrize("refusal", [r for r in REFUSALS if r.first in ("rejection sampling", "deterministic")],
+                         ids=lambda refusal: f"{refusal.first} with {refusal.second}")
+def test_what_is_refused_by_configuration_says_so(labs, monkeypatch, refusal) -> None:
+    install(monkeypatch)
+    lab, both = labs(frozenset({"float32"})), {refusal.first, refusal.second}
+    name = next((n.removeprefix("drafter ") for n in both if n.startswith("drafter ")), "standalone")
+    rejection = "rejection sampling" in both
+    asked = Config(ModelSection(str(lab.target.path), deterministic="deterministic" in both),
+                   lora=LoraSection(enable_lora="LoRA adapter" in both),
+                   speculation=SpeculationSection(lab.drafters[name] if rejection else "off",
+                                                  acceptance_method="rejection" if rejection else "coupled"))
+    with pytest.raises(ConfigError) as told:
+        prepare(asked)
+    assert refusal.sentence in str(told.value)
+
+
 @refused("recurrent state")
 def test_what_is_refused_at_start_says_so(labs, refusal) -> None:
     lab, drafter = labs(frozenset({refusal.first, "float32"})), refusal.second.removeprefix("drafter ")
@@ -98,7 +115,8 @@ def test_what_is_refused_at_start_says_so(labs, refusal) -> None:
 
 
 def test_no_refusal_is_left_out() -> None:
-    assert {refusal.first for refusal in REFUSALS} == {"n > 1", "recurrent state"}
+    tested = {"n > 1", "recurrent state", "rejection sampling", "deterministic"}
+    assert {refusal.first for refusal in REFUSALS} == tested
 
 
 def test_every_feature_has_its_evidence() -> None:

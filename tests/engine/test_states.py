@@ -9,9 +9,11 @@ import torch
 
 from stretto.params import SamplingParams
 from stretto.protocol import CloseSession, Request, SessionTurn
+from stretto.spec.context import DrafterError, Target
+from stretto.spec.registry import drafter_sizes
 from stretto.spec.scripted import ScriptedDrafter
 from stretto.text.stream import IncrementalText
-from tests.engine.small import Oracle, Run, greedy, make_core
+from tests.engine.small import CONTEXT, VOCAB, Oracle, Run, greedy, make_core, save_tiny
 from tests.engine.test_oracle import PROMPTS
 from tests.serve.fakes import ByteTokenizer
 
@@ -139,3 +141,10 @@ def test_every_token_has_one_state_in_memory(oracle) -> None:
     values = sum(spec.values for spec in oracle.model.states)
     assert states.nbytes == 4 * values * (4 * 5 + core.host.limits.pages[1] + 1)
     core.close()
+
+
+def test_a_draft_model_with_states_is_refused(tmp_path) -> None:
+    save_tiny(tmp_path / "draft", "qwen3_next")
+    target = Target("target", tmp_path, VOCAB, 64, 3, CONTEXT)
+    with pytest.raises(DrafterError, match="some of its layers keep states, and a drafter's memory is made of cells"):
+        drafter_sizes(f"standalone:{tmp_path / 'draft'}", target)

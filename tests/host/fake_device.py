@@ -252,6 +252,8 @@ class FakeDevice:
             for offset in range(self.world.page):
                 if (source, offset) in cells:
                     cells[target, offset] = cells[source, offset]
+        if self.world.windows[group] == STATE:
+            self.page_tap[target] = self.page_tap.get(source)
 
     def _poison(self, group: int, page: int) -> None:
         for cells in (self.kv[group], self.draft_kv) if group == 0 else (self.kv[group],):
