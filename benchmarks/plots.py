@@ -48,13 +48,14 @@ def drafters() -> None:
     header, *rows = table("T = 0 ")
     kinds = header[1:9]
     plt.figure(figsize=(9, 3.4))
+    each = 0.8 / len(rows)
     for i, row in enumerate(rows):
-        plt.bar([k + (i - 1.5) * 0.2 for k in range(len(kinds))], [number(cell) for cell in row[1:9]], 0.19,
-                label=row[0].replace("`", ""))
+        plt.bar([k + (i - (len(rows) - 1) / 2) * each for k in range(len(kinds))], [number(cell) for cell in row[1:9]],
+                0.95 * each, label=row[0].replace("`", ""))
     plt.axhline(1, color="0.5", linewidth=0.8)
     plt.xticks(range(len(kinds)), kinds)
     plt.ylabel("tokens a step (1: no drafts)")
-    plt.legend(ncol=4, loc="upper center", bbox_to_anchor=(0.5, 1.16))
+    plt.legend(ncol=len(rows), loc="upper center", bbox_to_anchor=(0.5, 1.16))
     save("drafters")
 
 
