@@ -142,14 +142,17 @@ def _exclusive(config: Config) -> Iterator[Refusal]:
         yield Refusal(f"--speculation-tokens {tokens}", "any drafter",
                      "it must be 0 or more", "set 0 or more")
     if config.serve.replicas > 1:
-        yield from _behind_gateway(config.serve)
+        yield from _behind_gateway(config.serve, config.lora.on)
 
 
-def _behind_gateway(serve: ServeSection) -> Iterator[Refusal]:
+def _behind_gateway(serve: ServeSection, adapters: bool) -> Iterator[Refusal]:
     """What has no meaning for several servers behind a gateway."""
     many = f"--replicas {serve.replicas}"
     if serve.uds is not None:
         yield Refusal(f"--uds {serve.uds}", many, "the gateway listens on a port", "leave out one of them")
+    if adapters:
+        yield Refusal("--enable-lora", many, "the gateway passes on the name of one model alone",
+                      "start the servers one by one, behind a gateway that passes on every name")
     if serve.root_path:
         yield Refusal(f"--root-path {serve.root_path}", many, "the gateway knows no path in front of its own",
                       "let the proxy in front strip the path, and leave it out")

@@ -81,6 +81,8 @@ class Gateway:
             argv += ["--api-key", keys[0]]
         for number, key in enumerate(keys[1:], 1):
             argv += ["--tenant-api-key", f"key{number}:{key}"]
+        for name in serve.served_model_name[1:]:
+            argv += ["--model-alias", f"{name}={serve.served_model_name[0]}"]
         if serve.ssl_certfile:
             argv += ["--tls-cert-path", str(serve.ssl_certfile), "--tls-key-path", str(serve.ssl_keyfile)]
         if serve.allowed_origins:

@@ -1,11 +1,12 @@
 """A fleet whose replicas run the scripted core, as a program: gateway's Python, port, number of replicas, then JSON for
-CoreOptions and for the settings that replicas share."""
+CoreOptions and for the settings that replicas share, with those that only the gateway has as "gateway" among them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
+from pathlib import Path
 
 from stretto.cli.replicas import fleet_report, gateway_job
 from stretto.config import Config, ServeSection
@@ -20,7 +21,9 @@ if __name__ == "__main__":
     set_up_logging("info", "text")
     keys = {name: tuple(settings.get(known, ())) for name, known in (("api_key", "api_keys"),
                                                                      ("admin_api_key", "admin_keys"))}
-    serve = ServeSection(port=0, replicas=count, **keys)
+    own = settings.pop("gateway", {})
+    own |= {name: Path(own[name]) for name in ("ssl_certfile", "ssl_keyfile") if name in own}
+    serve = ServeSection(port=0, replicas=count, **keys, **own)
     places = place(Config(serve=serve), (), ())
     gateway = Gateway(python, "127.0.0.1", port, free_ports([0])[0], serve)
 

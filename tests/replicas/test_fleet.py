@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -195,6 +197,34 @@ def test_sessions_stay_where_they_are_and_common_beginnings_meet(tmp_path: Path)
             served.http.post("/v1/completions",
                              json={"model": "fake/tiny", "prompt": f"{prompt}{ending}", "max_tokens": 2})
         assert sorted(now - old for now, old in zip(answered(), before, strict=True)) == [0, 0, 6]
+
+
+def test_tls_ends_at_the_gateway_and_pages_elsewhere_may_call(tmp_path: Path):
+    """So do all names of the model, and bodies have their limit there."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run([openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+                    "-keyout", key, "-out", certificate, "-days", "1", "-subj", "/CN=localhost", "-addext",
+                    "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    own = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key), "allowed_origins": ["https://chat.example"],
+           "max_body_bytes": 10_000, "served_model_name": ["fake/tiny", "chat"]}
+    with fleet(tmp_path, gateway=own, served_model_names=["fake/tiny", "chat"],
+               allowed_origins=["https://chat.example"]) as served:
+        served.ready()
+        served.http = httpx.Client(verify=ssl.create_default_context(cafile=certificate), trust_env=False,
+                                   base_url=f"https://localhost:{served.port}", timeout=30)
+        for model in ("fake/tiny", "chat"):
+            answer = served.complete("say:hi", "s", model=model)
+            assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "hi", answer.text
+        assert served.complete("say:" + "x" * 20_000, "s").status_code == 413
+        page = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
+        allowed = served.http.options("/v1/completions", headers=page)
+        assert allowed.headers["access-control-allow-origin"] in ("https://chat.example", "*")
+        called = served.http.post("/v1/completions", json={"model": "fake/tiny", "prompt": "say:hi"},
+                                  headers={"Origin": "https://chat.example"})
+        assert called.status_code == 200
 
 
 def test_a_stop_drains_and_leaves_nothing(tmp_path: Path):

@@ -14,7 +14,7 @@ import pytest
 
 from stretto.cli.replicas import fleet_report, replica_config
 from stretto.compat import ConfigError
-from stretto.config import Config, ModelSection, ParallelSection, ScheduleSection, ServeSection
+from stretto.config import Config, LoraSection, ModelSection, ParallelSection, ScheduleSection, ServeSection
 from stretto.replicas import gateway, tether
 from stretto.replicas.gateway import Gateway, find_python
 from stretto.replicas.placement import free_ports, place, visible_gpus
@@ -65,6 +65,11 @@ def test_visible_gpus_are_those_that_the_variable_names(monkeypatch: pytest.Monk
 def test_what_has_no_meaning_behind_the_gateway_is_refused(serve: ServeSection, names: str):
     with pytest.raises(ConfigError, match=names):
         check_values(Config(serve=serve))
+
+
+def test_adapters_are_refused_since_the_gateway_would_answer_with_the_model_itself():
+    with pytest.raises(ConfigError, match="--enable-lora does not work with --replicas 2"):
+        check_values(Config(serve=ServeSection(replicas=2), lora=LoraSection(lora_modules=("a=/a",))))
 
 
 def test_a_missing_gateway_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
