@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import NormalDist
 
 import numpy as np
 
@@ -43,7 +44,7 @@ PROBE_LEAST = 8  # steps between probes, at least
 SURPRISE = 0.05  # by which the usual acceptance must have risen in a probe, so that another follows at once
 REMEMBERED = 4096  # requests and sessions without a slot
 PREPARING = 0.06  # seconds that the device takes for a step of a new size, which is then used again and again
-ROOM = 2.0  # standard deviations of the offered drafts for which a step has room
+NORMAL = NormalDist()
 LEAST_STEP, MOST_LEAST = 0.05, 0.9  # steps in which `least` moves, and its largest value
 NOTHING = np.zeros((0, 0)), np.zeros((0, 0))  # gains and costs where there are no drafts to choose from
 LEAST_CHUNK = 64  # prompt tokens of a step that a latency goal leaves, at least
@@ -125,6 +126,7 @@ class Elastic:
         self.favourite = widths[-1]  # the width that pays best
         self._rated, self._rated_rows = (0.0, widths[-1]), 0  # the best rate and its width, for so many rows
         self._probe_in = PROBE_LEAST
+        self._spare = 0.0  # standard deviations of the offered drafts for which a step has room beyond their mean
         self._believed = 1.0  # acceptance of first drafts at the last probe
         self._flights: dict[int, _Flight] = {}
         self._sizes = Sizes(cost, widths[-1], 0.0 if exact else PREPARING)
@@ -165,15 +167,14 @@ class Elastic:
         rate, width = self._rated
         probing = self._is_probe_due(width, rows)
         verifiable = self._drafted
-        drafts = self._drafts(demand, gains, costs, rate)
+        drafts, absent = self._drafts(demand, gains, costs, rate)
         width = self._next_width(demand, width, probing)
-        absent = self._absent(demand, np.asarray(drafts), costs) if self._drafted else 0
         verified = sum(drafts) - absent
         chunk = self._chunk(demand, verified)
         work = self._work(demand, rows + verified + chunk, width, chunk)
         plain = self.cost.seconds(self._work(demand, rows + chunk, 0, chunk))
         another = self.cost.seconds(self._work(demand, rows, 0, 0))
-        least = self._worth(demand, rate, verified) if width else 0.0
+        least = self._least(demand, self._price(demand, rate, verified)) if width and self.confident else 0.0
         return Choice(drafts, chunk, width, verifiable, absent, least, work, plain, another)
 
     def _weigh(self, demand: Demand) -> tuple[np.ndarray, np.ndarray]:
@@ -192,7 +193,7 @@ class Elastic:
         best, at, present = 0.0, 0, 0.0
         for width in self.widths:
             inside = gains[:, :width]
-            gain, tokens = _cumulated(inside, costs[:, :width], _ranked(inside))
+            gain, _, tokens = _cumulated(inside, costs[:, :width], _ranked(inside), self._spare)
             seconds = self.cost.curve(self._work(demand, rows, width, 0), rows + tokens)
             rate = float(((rows + gain) / self._bounded(seconds)).max())
             if width == self.favourite:
@@ -210,50 +211,52 @@ class Elastic:
             return seconds
         return np.where((seconds <= self.goal) | (np.arange(len(seconds)) == 0), seconds, np.inf)
 
-    def _drafts(self, demand: Demand, gains: np.ndarray, costs: np.ndarray, rate: float) -> list[int]:
-        """How many drafts each decode row verifies, of those that the last plan proposes."""
+    def _drafts(self, demand: Demand, gains: np.ndarray, costs: np.ndarray, rate: float) -> tuple[list[int], int]:
+        """How many drafts each decode row verifies, of those that the last plan proposes; and for how many of all these
+        the step has no room, as so many will hardly be there."""
         rows, width = len(demand.slots), self._drafted
         fixed = np.where(demand.fixed, demand.widths, 0)
-        if not width or not rows:
-            return fixed.tolist()
-        gains, costs = gains[:, :width], costs[:, :width]
+        if not width or demand.fixed.all():
+            return fixed.tolist(), 0
+        free = ~demand.fixed[:, None]
+        gains, costs = gains[:, :width] * free, costs[:, :width] * free
         ranked = _ranked(gains)
-        gain, tokens = _cumulated(gains, costs, ranked)
+        gain, offered, tokens = _cumulated(gains, costs, ranked, self._spare)
         chunk = demand.chunk_tokens if self.goal is None else min(demand.chunk_tokens, LEAST_CHUNK)
-        work = self._work(demand, rows, 0, chunk)
-        seconds = self.cost.curve(work, rows + chunk + tokens)
-        n = self._sizes.best(work, rows + chunk + tokens, gain / rate - self._bounded(seconds))
+        work, sizes = self._work(demand, rows, 0, chunk), rows + chunk + int(fixed.sum()) + tokens
+        seconds = self.cost.curve(work, sizes)
+        n = self._sizes.best(work, sizes, gain / rate - self._bounded(seconds))
         if self._probe_in < 0:
             n = max(n, self._probe_size(seconds))
             self._probe_in = self._probe_interval(rows, seconds, n)
             self._believed = self.acceptance.best
             self.counters.probes += 1
-        chosen = np.bincount(ranked[:n] // width, minlength=rows)
-        chosen = np.minimum(chosen, demand.widths)
-        return np.where(demand.fixed, fixed, chosen).tolist()
+        chosen = np.minimum(np.bincount(ranked[:n] // width, minlength=rows), demand.widths) * ~demand.fixed
+        self._weigh_room(demand, rate, float(gain[n]), float(offered[n]), int(tokens[n]))
+        absent = 0 if self.exact or self.on_host else max(0, int(chosen.sum()) - int(tokens[n]))
+        return (chosen + fixed).tolist(), absent
 
-    def _worth(self, demand: Demand, rate: float, drafts: int) -> float:
+    def _weigh_room(self, demand: Demand, rate: float, gain: float, offered: float, room: int) -> None:
+        """How many standard deviations of room a step has beyond the drafts that are offered on average: the last place
+        must be filled often enough to be worth its time, as with a newsvendor's last paper."""
+        if self.exact or self.on_host or offered <= 0:
+            self._spare = 0.0
+            return
+        filled = self._price(demand, rate, room) / max(gain / offered, 1e-9)
+        self._spare = NORMAL.inv_cdf(min(max(1 - filled, 0.3), 0.98))
+
+    def _price(self, demand: Demand, rate: float, drafts: int) -> float:
         """The chance from which a draft is worth its time in a step with about so many: what a token more costs, at
-        the best rate of tokens. Requests that name their number of drafts get them all."""
-        if not self.confident or demand.fixed.any():
-            return 0.0
+        the best rate of tokens."""
         rows = len(demand.slots)
         around = np.asarray([max(rows, int(0.8 * (rows + drafts))), int(1.2 * (rows + drafts)) + 8])
         seconds = self.cost.curve(self._work(demand, rows, 0, 0), around)
-        worth = rate * float(seconds[1] - seconds[0]) / float(around[1] - around[0])
-        return min(round(worth / LEAST_STEP) * LEAST_STEP, MOST_LEAST)
+        return rate * float(seconds[1] - seconds[0]) / float(around[1] - around[0])
 
-    def _absent(self, demand: Demand, drafts: np.ndarray, offered: np.ndarray) -> int:
-        """Of the drafts that rows may verify, how many the step need not have room for: all but those that come on
-        average and two standard deviations. offered [R, K]: the chance that each is there; rows are independent."""
-        if self.exact or self.on_host or not drafts.any():
-            return 0
-        places = np.arange(offered.shape[1])
-        chance = np.where(places < drafts[:, None], np.where(demand.fixed[:, None], 1.0, offered), 0.0)
-        mean = chance.sum(1)
-        variance = (chance * (2 * places + 1)).sum(1) - mean**2
-        room = mean.sum() + ROOM * float(np.maximum(variance, 0).sum()) ** 0.5
-        return max(0, int(drafts.sum()) - int(np.ceil(room - 1e-6)))
+    @staticmethod
+    def _least(demand: Demand, price: float) -> float:
+        """Requests that name their number of drafts get them all."""
+        return 0.0 if demand.fixed.any() else min(round(price / LEAST_STEP) * LEAST_STEP, MOST_LEAST)
 
     def _next_width(self, demand: Demand, width: int, probing: bool) -> int:
         asked = int(demand.widths[demand.fixed].max(initial=0))
@@ -394,9 +397,18 @@ def _ranked(gains: np.ndarray) -> np.ndarray:
     return np.argsort((np.arange(gains.shape[1]) * 1e-9 - gains).ravel())
 
 
-def _cumulated(gains: np.ndarray, costs: np.ndarray, ranked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of the n best drafts, n = 0 .. R * K: their gain and the tokens they add to a step, [R * K + 1] each."""
-    gain, tokens = np.zeros(len(ranked) + 1), np.zeros(len(ranked) + 1)
+def _cumulated(gains: np.ndarray, chances: np.ndarray, ranked: np.ndarray,
+               spare: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the n best drafts, n = 0 .. R * K, [R * K + 1] each: their gain, how many are offered on average, and the room
+    that a step has for them, `spare` standard deviations more. Drafts of a row come and go together, more or less:
+    their sum varies by half the width more than that of independent ones."""
+    gain, offered, tokens = np.zeros((3, len(ranked) + 1))
+    chances = chances.ravel()[ranked]
     np.cumsum(gains.ravel()[ranked], out=gain[1:])
-    np.cumsum(costs.ravel()[ranked], out=tokens[1:])
-    return gain, np.rint(tokens).astype(np.int64)
+    np.cumsum(chances, out=offered[1:])
+    if spare:
+        np.cumsum(chances * (1 - chances), out=tokens[1:])
+        tokens = np.maximum.accumulate(offered + spare * np.sqrt(tokens * (1 + gains.shape[1]) / 2))
+    else:
+        tokens = offered
+    return gain, offered, np.clip(np.ceil(tokens - 1e-6), 0, np.arange(len(tokens))).astype(np.int64)

@@ -53,6 +53,7 @@ class Point:
     acceptance: Acceptances
     prompts: float = 0.0  # prompt tokens for each generated one: of the requests that replace those that end
     offers: float = 1.0  # chance that the drafter finds anything for a row
+    knows: tuple[float, ...] = ()  # a draft's chance is one of these, in place of `acceptance`; the drafter knows which
 
 
 class Fixed:
@@ -74,9 +75,9 @@ class ByTokens:
         return [width] * rows, width
 
 
-def elastic(exact: bool = False, goal: float | None = None) -> Elastic:
+def elastic(exact: bool = False, goal: float | None = None, confident: bool = False) -> Elastic:
     cost = CostModel(profile(), MOST_TOKENS, None if exact else tokens_bucket)
-    return Elastic(cost, 257, (0, WIDTH), exact, goal)
+    return Elastic(cost, 257, (0, WIDTH), exact, goal, confident=confident)
 
 
 def play(point: Point, policy, steps: int, seed: int = 0, skip: int = 0, noise: float = 0.03) -> float:
@@ -84,6 +85,7 @@ def play(point: Point, policy, steps: int, seed: int = 0, skip: int = 0, noise: 
     rng = np.random.default_rng(seed)
     slots = np.arange(1, point.rows + 1)
     offered, tokens, seconds, owed = np.zeros(point.rows, np.int64), 0, 0.0, 0.0
+    chances = np.zeros((point.rows, WIDTH))
     for step in range(steps):
         chunk = int(min(owed, CHUNK)) if owed >= CHUNK / 4 else 0
         demand = Demand(slots, np.full(point.rows, WIDTH), np.zeros(point.rows, bool), point.rows * point.context,
@@ -96,14 +98,19 @@ def play(point: Point, policy, steps: int, seed: int = 0, skip: int = 0, noise: 
         verified = np.minimum(drafts, offered)
         before = np.cumsum(verified) - verified
         verified = np.clip(sum(drafts) - absent - before, 0, verified)  # those that do not fit wait (ops/bind.py)
-        chances = np.asarray([point.acceptance(row, step) for row in range(point.rows)])
-        right = np.cumprod(rng.random((point.rows, WIDTH)) < chances[:, None], axis=1)
+        if not point.knows:
+            chances = np.asarray([[point.acceptance(row, step)] for row in range(point.rows)])
+        right = np.cumprod(rng.random((point.rows, WIDTH)) < chances, axis=1)
         emitted = 1 + np.where(np.arange(WIDTH) < verified[:, None], right, 0).sum(1)
         exact = isinstance(policy, Elastic) and policy.exact
         planned = point.rows + (int(verified.sum()) if exact else sum(drafts) - absent) + chunk
         work = StepWork(point.rows, planned, demand.context + chunk, chunk * chunk, width)
         took = true_seconds(work) * float(np.exp(noise * rng.standard_normal()))
         offered = np.where(rng.random(point.rows) < point.offers, width, 0)
+        if point.knows:
+            chances = rng.choice(point.knows, (point.rows, WIDTH))
+            least = choice.least if isinstance(policy, Elastic) else 0.0
+            offered = np.minimum(offered, (np.cumprod(chances, axis=1) >= least).sum(1))
         if isinstance(policy, Elastic):
             policy.launched(step, choice, {slot: 1 + k for slot, k in zip(slots.tolist(), drafts)}, planned, width)
             rows = [RowResult(slot, 1, 1 + k, n, 0, 0, False, [0] * out, [0] * found) for slot, k, n, out, found

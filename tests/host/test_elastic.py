@@ -89,6 +89,14 @@ def test_steps_have_room_for_what_is_likely_to_be_offered():
     assert policy.counters.absent_drafts > 100
 
 
+@pytest.mark.parametrize("rows, gain", [(8, 1.0), (64, 1.12), (256, 1.15)])
+def test_a_drafter_that_knows_its_chances_brings_more(rows: int, gain: float):
+    point = Point("", rows, 1000, always(0.0), knows=(0.95, 0.95, 0.2))
+    blind, knowing = (play(point, elastic(confident=c), 500, skip=200) for c in (False, True))
+    assert knowing >= 0.99 * gain * blind
+    assert knowing >= 0.98 * max(play(point, Fixed(width), 500, skip=200) for width in (0, 1, 3, 7))
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_drafter_that_found_nothing_for_long_is_heard_when_it_does(exact: bool):
     policy = elastic(exact)
