@@ -37,13 +37,13 @@ from stretto.host.cost import CostModel, StepWork
 from stretto.wire import StepResult
 
 RATED_STEPS = 4  # after which the best rate is looked for again
-STAY = 1.02  # another width must promise so much more before it replaces the present one
+STAY = 1.02  # a larger width must promise so much more before it replaces the present one
 PROBE_SHARE = 0.004  # of the time that probing may cost
 PROBE_EXTRA = 0.03  # of a plain step's time that one probe may add, where more than one row fits into that
 PROBE_LEAST = 8  # steps between probes, at least
 SURPRISE = 0.05  # by which the usual acceptance must have risen in a probe, so that another follows at once
 REMEMBERED = 4096  # requests and sessions without a slot
-PREPARING = 0.06  # seconds that the device takes for a step of a new size, which is then used again and again
+PREPARING = 0.02  # seconds: a part of what the device takes for a new size, which is then used again and again
 NORMAL = NormalDist()
 LEAST_STEP, MOST_LEAST = 0.05, 0.9  # steps in which `least` moves, and its largest value
 NOTHING = np.zeros((0, 0)), np.zeros((0, 0))  # gains and costs where there are no drafts to choose from
@@ -200,7 +200,7 @@ class Elastic:
                 present = rate
             if rate > best:
                 best, at = rate, width
-        if best < STAY * present:
+        if at > self.favourite and best < STAY * present:  # what is hardly better is not worth proposing more
             best, at = present, self.favourite
         self.favourite = at
         return best, at
@@ -352,10 +352,11 @@ class Elastic:
 
 class Sizes:
     """Which sizes of steps the device is prepared for. It captures a graph for each, which takes as long as some steps
-    and some memory. So a size that is new is used only once new ones have promised to save as much as that costs:
+    and some memory. So a size that is new is used only once new ones have promised to save a part of what that costs:
 
         promised     ...:::|||   prepare the best     ...:::|||   prepare ...        until nothing is left to gain
-    """
+
+    Steps with prompt chunks are of any size whatever is chosen, and run without a graph until one comes again."""
 
     def __init__(self, cost: CostModel, width: int, preparing: float):
         """It is prepared for rows without drafts, and for rows with `width` drafts each, from the start."""
@@ -378,7 +379,7 @@ class Sizes:
     def best(self, work: StepWork, tokens: np.ndarray, value: np.ndarray) -> int:
         """The best of some variants of a step, by `value` in seconds; the first has no drafts. tokens, value [N]."""
         best = int(value.argmax())
-        if not self._preparing:
+        if not self._preparing or work.pairs:
             return best
         (key, prepared), sizes = self._of(work), self._cost.computed(work, tokens)
         if prepared[sizes[best]]:
