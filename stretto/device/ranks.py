@@ -198,6 +198,7 @@ class RanksDevice:
         self.fellows = [Fellow(rank, connection) for rank, connection in enumerate(connections, 1)]
         self._moved: dict[int, list[Moved]] = {}  # by plan: of the ranks that have moved its pages
         self._failed = False
+        self._await_done()  # they have loaded their parts
 
     def _watch(self, lives: Sequence[Any]) -> None:
         """A rank that dies leaves this one's GPU in the middle of a sum, and whoever waits for the GPU with it."""
@@ -273,6 +274,12 @@ class RanksDevice:
                     del owing[connection]  # type: ignore[arg-type]
             look()
 
+    def _await_done(self) -> list[Exception | None]:
+        """Until all others have done what they were told; what went wrong on each of them."""
+        with self._noting_failure():
+            self._await(DONE)
+        return [fellow.take(DONE) for fellow in self.fellows]
+
     def _blame(self, cause: Exception) -> None:
         """Raises RankFailed where another rank has failed within the last moments: one that has died rather than one
         that only says that somebody did not come to a sum."""
@@ -313,14 +320,11 @@ class RanksDevice:
         with self._noting_failure():
             self._tell(BETWEEN, action)
         mine = _attempt(self.own, action)
-        with self._noting_failure():
-            self._await(DONE)
-        for fellow in self.fellows:
-            if (error := fellow.take(DONE)) is not None:
-                error.add_note(f"on rank {fellow.rank}")
-                mine = error
+        errors = [error for error in self._await_done() if error is not None]
         if mine is not None:
-            raise mine
+            errors.append(mine)
+        if errors:
+            raise errors[0]
 
     def counts(self) -> dict[str, float]:
         return self.own.counts()
@@ -352,8 +356,8 @@ def check_sum(packed: np.ndarray) -> tuple[int, list[Moved]]:
 
 
 def serve_rank(device: DeviceHalf, leader: Connection, depth: int) -> bool:
-    """The loop of ranks 1, 2, ...: runs what rank 0 says until it closes or dies. Up to `depth` steps stay in flight
-    while there is more to do, as at rank 0. Returns whether rank 0 has closed."""
+    """The loop of ranks 1, 2, ..., whose part is loaded: runs what rank 0 says until it closes or dies. Up to `depth`
+    steps stay in flight while there is more to do, as at rank 0. Returns whether rank 0 has closed."""
     in_flight, unmasked = 0, False  # unmasked: the last step waits for its mask, so it cannot end
 
     def report(most: int) -> int:
@@ -362,6 +366,7 @@ def serve_rank(device: DeviceHalf, leader: Connection, depth: int) -> bool:
         return min(in_flight, max(most, unmasked))
 
     try:
+        leader.send((DONE, None))
         while True:
             if in_flight > unmasked and not leader.poll(0):
                 in_flight = report(in_flight - 1)
@@ -381,7 +386,7 @@ def serve_rank(device: DeviceHalf, leader: Connection, depth: int) -> bool:
                 device.launch(content)
                 in_flight, unmasked = in_flight + 1, split_plan(content[:HEADER], content).late_mask
                 in_flight = report(depth)
-    except EOFError:
+    except (EOFError, ConnectionError):
         return False
     except Exception as e:
         with suppress(OSError):

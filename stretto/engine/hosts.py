@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import socket
+import struct
 import sys
 import threading
 import time
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from stretto import __version__
 from stretto.compat import ConfigError, Refusal
 from stretto.config import DeviceFacts, ModelFacts
-from stretto.device.ranks import FAILED, RanksDevice, RankShard, join_ranks, leave_ranks, serve_rank
+from stretto.device.ranks import FAILED, RankDied, RanksDevice, RankShard, join_ranks, leave_ranks, serve_rank
 from stretto.device.streams import DeviceHalf
 from stretto.engine.follow import CLOSED, GONE, REFUSED
 from stretto.engine.launch import Launch
@@ -43,6 +44,7 @@ from stretto.logs import set_up_logging
 
 LEADER = "stretto/leader"
 START_SECONDS = 600.0  # until all ranks must have come
+HELLO_SECONDS = 10  # for whoever has connected to show that it is a rank
 EXIT_SECONDS = 10.0  # for a rank to end in order
 PLANS, LIFE = "plans", "life"
 ALIVE = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
@@ -87,14 +89,27 @@ def open_store(launch: Launch) -> dist.TCPStore:
 
 
 def _tuned(connection: socket.socket) -> Connection:
-    """As a message connection: small messages leave at once, and the end of the other host is noticed."""
+    """As a message connection: small messages leave at once, and the end of the other host is noticed. Until `_trust`
+    nothing is waited for longer than HELLO_SECONDS."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _wait_at_most(connection, HELLO_SECONDS)
     for name, value in ALIVE.items():
         if hasattr(socket, name):  # some are Linux's
             level = socket.SOL_SOCKET if name.startswith("SO_") else socket.IPPROTO_TCP
             connection.setsockopt(level, getattr(socket, name), value)
     return Connection(connection.detach())
+
+
+def _wait_at_most(connection: socket.socket, seconds: int) -> None:
+    """0: as long as it takes."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+
+
+def _trust(connection: Connection) -> None:
+    """It has shown that it is one of ours."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        _wait_at_most(same, 0)
 
 
 # --------------------------------------------------------------------------------------------------------------- rank 0
@@ -127,6 +142,7 @@ class Meeting:
             deliver_challenge(connection, self._secret)
             answer_challenge(connection, self._secret)
             rank, kind, content = connection.recv()
+            _trust(connection)
         except (AuthenticationError, OSError, EOFError, ValueError):
             return  # none of ours
         log.info("rank %d has come: %s", rank, kind)
@@ -193,8 +209,11 @@ class HostRanks:
         launch = meeting.launch
         self._store = dist.TCPStore(launch.address, 0, None, True, timedelta(seconds=START_SECONDS),
                                     wait_for_workers=False)
-        for connection in self._plans:
-            connection.send(Order(prepared, self._store.port))
+        for rank, connection in sorted(meeting.plans.items()):
+            try:
+                connection.send(Order(prepared, self._store.port))
+            except OSError as e:
+                raise RankDied(f"rank {rank} has died") from e
 
     @property
     def _plans(self) -> list[Connection]:
@@ -248,24 +267,25 @@ class _Follower:
             torch.cuda.set_device(launch.local_rank)
         introduction = Introduction(launch.rank, socket.gethostname(), __version__, device_facts(),
                                     model_facts(located.path))
-        store, deadline = open_store(launch), time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + START_SECONDS
         while True:
             try:
-                address = msgspec.json.decode(store.get(LEADER), type=Address)
+                address = msgspec.json.decode(open_store(launch).get(LEADER), type=Address)
                 self.plans = self._connect(address, PLANS, introduction)
                 self.life = self._connect(address, LIFE, None)
                 break
-            except (OSError, EOFError, AuthenticationError):  # an engine that has gone; the next one writes its own
+            except (OSError, EOFError, AuthenticationError, dist.DistError):  # of an engine that has gone
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no engine of rank 0 at {launch.address} within {START_SECONDS:g} s") from None
                 time.sleep(0.5)
         threading.Thread(target=self._watch, name="life of rank 0", daemon=True).start()
 
     def _connect(self, address: Address, kind: str, content: Any) -> Connection:
-        connection = _tuned(socket.create_connection((address.host, address.port), timeout=10))
+        connection = _tuned(socket.create_connection((address.host, address.port), timeout=HELLO_SECONDS))
         answer_challenge(connection, address.secret)
         deliver_challenge(connection, address.secret)
         connection.send((self.launch.rank, kind, content))
+        _trust(connection)
         return connection
 
     def _watch(self) -> None:

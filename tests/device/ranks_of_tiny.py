@@ -30,10 +30,13 @@ class Tiny:
     drafts: int = 0
     broken: int = -1  # this rank reads the logits of the others wrongly
     dies: int = -1  # this rank ends before its first step
+    unloaded: int = -1  # this rank does not come so far
     host_pages: int = 0  # of each group
 
 
 def half_of(tiny: Tiny, shard: RankShard) -> tuple[DeviceHalf, int]:
+    if shard.rank == tiny.unloaded:
+        raise MemoryError("no room for the weights")
     half, _ = rank_half(tiny, shard)
     if shard.rank == tiny.dies:
         half.launch = lambda packed: (_ for _ in ()).throw(RuntimeError("out of luck"))  # type: ignore[method-assign]

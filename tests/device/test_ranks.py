@@ -137,6 +137,12 @@ def test_a_rank_that_fails_ends_the_engine_with_its_reason(tmp_path: Path):
             run.finish()
 
 
+def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(tmp_path: Path):
+    save_tiny(tmp_path, "llama")
+    with pytest.raises(RankFailed, match="rank 1 failed: MemoryError: no room"), engine(Tiny(tmp_path, unloaded=1)):
+        pass
+
+
 # ------------------------------------------------------------------------------------------------------------- cutting
 def test_pieces_cover_everything_once():
     for ranks in (1, 2, 4):
