@@ -31,11 +31,12 @@ from stretto.config import (
     KVGroupFacts,
     MemoryPlan,
     Resolved,
-    ServeSection,
     gib,
 )
+from stretto.replicas.offers import OFFERS
 from stretto.wire import STATE, state_cells
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 FP8 = "fp8_e4m3"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 DEFAULT_PAGE_SIZE = 16
@@ -142,20 +143,28 @@ def _exclusive(config: Config) -> Iterator[Refusal]:
         yield Refusal(f"--speculation-tokens {tokens}", "any drafter",
                      "it must be 0 or more", "set 0 or more")
     if config.serve.replicas > 1:
-        yield from _behind_gateway(config.serve, config.lora.on)
+        yield from _behind_gateway(config)
 
 
-def _behind_gateway(serve: ServeSection, adapters: bool) -> Iterator[Refusal]:
-    """What has no meaning for several servers behind a gateway."""
-    many = f"--replicas {serve.replicas}"
+def _behind_gateway(config: Config) -> Iterator[Refusal]:
+    """What has no meaning for several servers behind a gateway, or is more than this one can do."""
+    serve, file = config.serve, config.schedule.session_file
+    many, gateway, offer = f"--replicas {serve.replicas}", f"--gateway {serve.gateway}", OFFERS[serve.gateway]
     if serve.uds is not None:
         yield Refusal(f"--uds {serve.uds}", many, "the gateway listens on a port", "leave out one of them")
-    if adapters:
-        yield Refusal("--enable-lora", many, "the gateway passes on the name of one model alone",
-                      "start the servers one by one, behind a gateway that passes on every name")
     if serve.root_path:
         yield Refusal(f"--root-path {serve.root_path}", many, "the gateway knows no path in front of its own",
                       "let the proxy in front strip the path, and leave it out")
+    if file is not None:
+        yield Refusal(f"--session-file {file}", many, "a session goes on at another replica while its own is away, and"
+                      " the file would bring back what it was before", "leave it out: clients send the history again")
+    if config.lora.on and not offer.every_name:
+        yield Refusal("--enable-lora", gateway, "it passes on the name of one model alone", "choose another --gateway")
+    if serve.ssl_certfile is not None and not offer.tls:
+        yield Refusal("--ssl-certfile", gateway, "it serves no TLS", "choose another --gateway, or a proxy in front")
+    if not (offer.guarded or serve.host in LOOPBACK):
+        yield Refusal(f"--host {serve.host}", gateway, "whoever reaches it can add servers to it",
+                      "listen on 127.0.0.1 behind a proxy that passes on /v1, or choose another --gateway")
 
 
 class _Resolution:

@@ -23,17 +23,19 @@ from stretto.cli.failures import told
 from stretto.cli.server import serve_here
 from stretto.config import Config
 from stretto.replicas.fleet import Fleet, Job
-from stretto.replicas.gateway import PROGRAM, Gateway, make_gateway
+from stretto.replicas.gateway import Gateway, make_gateway
 from stretto.replicas.placement import LOOPBACK, Place, free_ports, place, usable_cores, visible_gpus
+from stretto.serve.server import bind
 
 
 def serve_replicas(config: Config) -> int:
     """Until SIGTERM or Ctrl-C. Returns the exit code. Raises ConfigError and OSError before anything is started."""
     gpus = () if config.model.device == "cpu" else visible_gpus()
     places = place(config, gpus, usable_cores())
+    bind(config.serve.host, config.serve.port).close()  # or somebody else's gateway would be taken for ours
     port = config.serve.port or free_ports([0])[0]
     (metrics_port,) = free_ports([config.serve.port and config.serve.port + len(places) + 1])
-    gateway = make_gateway(config, port, metrics_port)
+    gateway = make_gateway(config.serve, port, metrics_port)
     console = Console(stderr=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # of the fleet's own questions
 
@@ -50,7 +52,7 @@ def serve_replicas(config: Config) -> int:
 
 
 def gateway_job(gateway: Gateway) -> Job:
-    return Job("gateway", PROGRAM, gateway.argv, gateway.python)
+    return Job("gateway", gateway.module, gateway.argv, gateway.python)
 
 
 def replica_job(config: Config, one: Place) -> Job:
@@ -61,18 +63,15 @@ def replica_job(config: Config, one: Place) -> Job:
 
 def replica_config(config: Config, one: Place) -> Config:
     """The fleet's configuration as one replica has it: alone, at its own address. TLS ends at the gateway."""
-    serve = replace(config.serve, replicas=1, host=LOOPBACK, port=one.port, ssl_certfile=None, ssl_keyfile=None)
-    file = config.schedule.session_file
-    own = file and file.with_name(f"{file.stem}.{one.index}{file.suffix}")
-    return replace(config, serve=serve, schedule=replace(config.schedule, session_file=own))
+    return replace(config, serve=replace(config.serve, replicas=1, host=LOOPBACK, port=one.port, ssl_certfile=None,
+                                         ssl_keyfile=None))
 
 
 # -------------------------------------------------------------------------------------------------------------- report
 def fleet_report(places: Sequence[Place], gateway: Gateway) -> dict[str, Any]:
     """What runs where. JSON-ready; holds no keys."""
     return {"event": "replicas", "gateway": {
-        "program": PROGRAM, "url": gateway.url, "probes": ["/liveness", "/readiness"],
-        "metrics": f"{gateway.url}/engine_metrics", "own_metrics": f"http://{LOOPBACK}:{gateway.metrics_port}/metrics"},
+        "program": gateway.program, "url": gateway.url, "probes": ["/liveness", "/readiness"], "own_metrics": f"http://{LOOPBACK}:{gateway.metrics_port}/metrics"},
         "replicas": [{"replica": one.index, "runs_on": one.hardware, "url": one.url, "metrics": f"{one.url}/metrics"}
                      for one in places]}
 
@@ -94,8 +93,7 @@ def _render(report: dict[str, Any]) -> RenderableType:
     table.add_row(f"gateway ({gateway['program']})", "", gateway["url"], gateway["own_metrics"])
     for one in report["replicas"]:
         table.add_row(f"replica {one['replica']}", one["runs_on"], one["url"], one["metrics"])
-    return Group(table, Text(f"all replicas' metrics: {gateway['metrics']}   probes: {', '.join(gateway['probes'])}   "
-                             "one restart after the other: SIGHUP"))
+    return Group(table, Text(f"probes: {', '.join(gateway['probes'])}   one restart after the other: SIGHUP"))
 
 
 def main() -> None:

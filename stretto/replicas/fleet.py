@@ -18,6 +18,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import time
 from asyncio.subprocess import PIPE, Process
@@ -40,6 +41,7 @@ GATEWAY_SECONDS = 60.0
 GATEWAY_STOP_SECONDS = 10.0
 LAST_WORDS_SECONDS = 15.0  # that a replica gets beyond its own --drain-timeout
 POLL_SECONDS = 0.1
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 log = logging.getLogger(__name__)
 gateway_log = logging.getLogger("gateway")
@@ -256,15 +258,13 @@ class Fleet:
         self._fail(1)
 
     async def _relay_logs(self, process: Process) -> None:
-        """What the gateway logs, as JSON, in the form of this process's own logs. Whatever else it prints is
+        """What the gateway logs, as JSON or text, in the form of this process's own logs. Whatever else it prints is
         decoration; that replicas are gone is no news at the end."""
         assert process.stdout is not None
         while line := await process.stdout.readline():
-            with contextlib.suppress(ValueError, KeyError, AttributeError):
-                entry = json.loads(line)
-                level = logging.getLevelNamesMapping().get(entry["level"].upper(), logging.INFO)
-                if not self._stopping.is_set():
-                    gateway_log.log(level, "[gateway] %s", entry["message"])
+            entry = _log_entry(line.decode(errors="replace"))
+            if entry is not None and not self._stopping.is_set():
+                gateway_log.log(entry[0], "[gateway] %s", entry[1])
 
     async def _end_gateway(self, process: Process) -> None:
         """It gets time for the last bytes of what the replicas have answered."""
@@ -332,3 +332,15 @@ async def _killed(process: Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+def _log_entry(line: str) -> tuple[int, str] | None:
+    """(level, message) of a line of a log; None where it is none."""
+    try:
+        entry = json.loads(line)
+        level, message = entry["level"], entry["message"]
+    except (ValueError, KeyError, TypeError):
+        words = _COLOURS.sub("", line).split(maxsplit=3)  # date, time, level, the rest
+        level, message = (words[2], words[3]) if len(words) == 4 else ("", "")
+    number = logging.getLevelNamesMapping().get(level.upper())
+    return None if number is None else (number, message.strip())

@@ -19,7 +19,7 @@ from tests.serve.test_server import Program, program
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # an environment may have to be made first
 SMG, SMG_FLAGS = "smg==1.13.0", ("--policy", "consistent_hashing", "--routing-key-headers", "x-session-id")
-ROUTER_FLAGS = ("--policy", "consistent_hash")
+ROUTER, ROUTER_FLAGS = "vllm-router==0.1.17", ("--policy", "consistent_hash")
 
 
 def smg(workers: list[str], port: int, metrics: int) -> list[str]:
@@ -29,7 +29,7 @@ def smg(workers: list[str], port: int, metrics: int) -> list[str]:
 
 
 def vllm_router(workers: list[str], port: int, metrics: int) -> list[str]:
-    python = python_environment("vllm-router", "vllm-router==0.1.17")
+    python = python_environment("vllm-router", ROUTER)
     return [str(python.with_name("vllm-router")), "--worker-urls", *workers, "--port", str(port),
             "--prometheus-port", str(metrics), *ROUTER_FLAGS]
 

@@ -1,5 +1,5 @@
-"""The planner's predictions beside what was measured on an H200 (docs/benchmarks.md): steps within 15 %, and what the
-clients of a load see within 15 % for medians and throughput, 30 % for the slowest of a hundred."""
+"""The planner's predictions beside what was measured on an H200 (docs/benchmarks.md): steps and throughput within 15 %
+(20 % of a small model), first tokens within 15 to 25 %, time between tokens within 15 % in the middle and 30 % at p90."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan_fit import scan_points, table_points
-from stretto.host.cost import CostModel
+from stretto.host.cost import CostModel, StepWork
 from stretto.plan.hardware import engine, find_hardware
 from stretto.plan.load import Talk, Turn
 from stretto.plan.shapes import find_shape
-from stretto.plan.simulate import Outcome, Replica, simulate
+from stretto.plan.simulate import Outcome, Replica, Simulation, simulate
 from stretto.plan.steps import Steps
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
@@ -47,16 +47,28 @@ def test_there_are_points():
 
 @pytest.mark.parametrize("shape, work, seconds", POINTS, ids=[f"{s}-{w.rows}-{w.tokens}" for s, w, _ in POINTS])
 def test_steps_of_the_table(shape: str, work, seconds: float):
-    """Of the physical model 15 %; of the cost model that is fitted to it, 20 %: it is linear in rows and contexts."""
+    """Of the 8B shape 15 %; of the 0.6B shape 20 %: launches are most of its time. The cost model that is fitted adds a
+    little, since it is linear in rows and contexts."""
+    within = 0.15 if shape.startswith("llama") else 0.20
     steps = Steps(find_shape(shape), find_hardware("h200"), engine())
-    assert steps.seconds(work) == pytest.approx(seconds, rel=0.15)
-    assert cost(shape).seconds(work) == pytest.approx(seconds, rel=0.20)
+    assert steps.seconds(work) == pytest.approx(seconds, rel=within)
+    assert cost(shape).seconds(work) == pytest.approx(seconds, rel=within + 0.02)
 
 
 def test_steps_of_the_scan():
     """Nine of ten within 10 %. The others ran in buckets much larger than they were, which newer ones are not."""
     off = [abs(cost(shape).seconds(work) / seconds - 1) for shape, work, seconds in scan_points(SCAN)]
     assert sum(one <= 0.10 for one in off) >= 0.88 * len(off) and max(off) < 0.35
+
+
+def test_steps_over_two_devices():
+    """Measured while other programs ran on both of them."""
+    steps = json.loads((RESULTS / "ranks_h200.json").read_text())["steps"]
+    for ranks, name in ((1, "one rank"), (2, "symmetric memory")):
+        made = Steps(find_shape("llama-3.1-8b"), find_hardware("h200"), engine(), ranks)
+        for rows, milliseconds in steps[name].items():
+            n = int(rows)
+            assert 1e3 * made.seconds(StepWork(n, n, n * (512 + 48))) == pytest.approx(milliseconds, rel=0.15)
 
 
 def test_512_requests_at_once():
@@ -67,7 +79,7 @@ def test_512_requests_at_once():
 
 
 def paced(count: int, rate: float, longest: int, least: int) -> Outcome:
-    """The benchmark's own draws."""
+    """The benchmark's own draws; like it, without the requests of the first quarter."""
     rng = random.Random(1)
     sizes = [(int(64 * (longest / 64) ** rng.random()), int(least * (512 / least) ** rng.random()))
              for _ in range(count)]
@@ -75,7 +87,8 @@ def paced(count: int, rate: float, longest: int, least: int) -> Outcome:
     for prompt, new in sizes:
         at += rng.expovariate(rate)
         talks.append(Talk(at, (Turn(prompt, new),)))
-    return simulate(Replica(cost("llama-3.1-8b"), 800_000, 512, 512, 512, overhead=0.0), talks)
+    replica = Replica(cost("llama-3.1-8b"), 800_000, 512, 512, 512, overhead=0.0)
+    return Simulation(replica, talks, since=talks[count // 4].at).run()
 
 
 @pytest.mark.parametrize("load, drawn", [
@@ -83,8 +96,9 @@ def paced(count: int, rate: float, longest: int, least: int) -> Outcome:
 def test_what_clients_of_paced_loads_see(load: str, drawn: tuple[int, float, int, int]):
     outcome = paced(*drawn)
     first, between = f"8B, {load}: TTFT p99", f"8B, {load}: ITL p99"
-    assert 1e3 * outcome.first_token(0.5) == pytest.approx(note(first)[0], rel=0.20)
+    assert 1e3 * outcome.first_token(0.5) == pytest.approx(note(first)[0], rel=0.25)
     assert 1e3 * outcome.first_token(0.9) == pytest.approx(note(first)[1], rel=0.15)
-    assert 1e3 * outcome.first_token(0.99) == pytest.approx(measured(first), rel=0.30)
+    assert 1e3 * outcome.first_token(0.99) == pytest.approx(measured(first), rel=0.20)
     assert 1e3 * outcome.between(0.5) == pytest.approx(note(between)[0], rel=0.15)
-    assert 1e3 * outcome.between(0.99) == pytest.approx(measured(between), rel=0.30)
+    assert 1e3 * outcome.between(0.9) == pytest.approx(note(between)[1], rel=0.30)
+    assert 1e3 * outcome.between(0.99) < 1.1 * measured(between)  # graphs were still captured in what was measured

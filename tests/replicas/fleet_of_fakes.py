@@ -12,7 +12,7 @@ from stretto.cli.replicas import fleet_report, gateway_job
 from stretto.config import Config, ServeSection
 from stretto.logs import set_up_logging
 from stretto.replicas.fleet import Fleet, Job
-from stretto.replicas.gateway import Gateway
+from stretto.replicas.gateway import PROGRAMS
 from stretto.replicas.placement import Place, free_ports, place
 
 if __name__ == "__main__":
@@ -25,7 +25,7 @@ if __name__ == "__main__":
     own |= {name: Path(own[name]) for name in ("ssl_certfile", "ssl_keyfile") if name in own}
     serve = ServeSection(port=0, replicas=count, **keys, **own)
     places = place(Config(serve=serve), (), ())
-    gateway = Gateway(python, "127.0.0.1", port, free_ports([0])[0], serve)
+    gateway = PROGRAMS[serve.gateway](python, port, free_ports([0])[0], serve)
 
     def job(one: Place) -> Job:
         own = json.dumps(settings | {"replica": one.index})

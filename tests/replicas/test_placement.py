@@ -15,8 +15,8 @@ import pytest
 from stretto.cli.replicas import fleet_report, replica_config
 from stretto.compat import ConfigError
 from stretto.config import Config, LoraSection, ModelSection, ParallelSection, ScheduleSection, ServeSection
-from stretto.replicas import gateway, tether
-from stretto.replicas.gateway import Gateway, find_python
+from stretto.replicas import tether
+from stretto.replicas.gateway import Smg, VllmRouter, find_python
 from stretto.replicas.placement import free_ports, place, visible_gpus
 from stretto.resolve import check_values
 
@@ -61,6 +61,9 @@ def test_visible_gpus_are_those_that_the_variable_names(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("serve, names", [
     (ServeSection(replicas=2, uds=Path("/x")), "--uds /x does not work with --replicas 2"),
     (ServeSection(replicas=2, root_path="/llm"), "--root-path /llm does not work with --replicas 2"),
+    (ServeSection(replicas=2, gateway="vllm-router", host="0.0.0.0"), "--host 0.0.0.0 does not work with --gateway"),
+    (ServeSection(replicas=2, gateway="vllm-router", ssl_certfile=Path("c"), ssl_keyfile=Path("k")),
+     "--ssl-certfile does not work with --gateway vllm-router"),
     (ServeSection(replicas=0), "--replicas 0")])
 def test_what_has_no_meaning_behind_the_gateway_is_refused(serve: ServeSection, names: str):
     with pytest.raises(ConfigError, match=names):
@@ -68,43 +71,49 @@ def test_what_has_no_meaning_behind_the_gateway_is_refused(serve: ServeSection, 
 
 
 def test_adapters_are_refused_since_the_gateway_would_answer_with_the_model_itself():
-    with pytest.raises(ConfigError, match="--enable-lora does not work with --replicas 2"):
-        check_values(Config(serve=ServeSection(replicas=2), lora=LoraSection(lora_modules=("a=/a",))))
+    lora = LoraSection(lora_modules=("a=/a",))
+    with pytest.raises(ConfigError, match="--enable-lora does not work with --gateway smg"):
+        check_values(Config(serve=ServeSection(replicas=2), lora=lora))
+    check_values(Config(serve=ServeSection(replicas=2, gateway="vllm-router"), lora=lora))
+
+
+def test_sessions_in_a_file_are_refused_since_they_go_on_elsewhere():
+    with pytest.raises(ConfigError, match="--session-file /s does not work with --replicas 2"):
+        check_values(Config(serve=ServeSection(replicas=2), schedule=ScheduleSection(session_file=Path("/s"))))
 
 
 def test_a_missing_gateway_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(gateway, "PROGRAM", "no_such_gateway")
-    with pytest.raises(ConfigError, match=r"--replicas 2 .*pip install 'stretto\[router\]'"):
-        find_python(2)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"--replicas 2 .*smg.*pip install 'stretto\[router\]'"):
+        find_python("smg", "no_such_module", 2)
     script = tmp_path / "no_such_gateway"
     for file in (script, tmp_path / "python"):
         file.touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_python(2) == str(tmp_path / "python")
+    assert find_python("no_such_gateway", "no_such_module", 2) == str(tmp_path / "python")
 
 
 def test_a_replica_has_the_settings_of_all_at_its_own_address():
-    asked = Config(schedule=ScheduleSection(session_file=Path("/data/sessions.bin")),
-                   serve=ServeSection(replicas=2, port=0, host="0.0.0.0", api_key=("k",), ssl_certfile=Path("c"),
+    asked = Config(serve=ServeSection(replicas=2, port=0, host="0.0.0.0", api_key=("k",), ssl_certfile=Path("c"),
                                       ssl_keyfile=Path("k")))
     first, second = place(asked, (), ())
     own = replica_config(asked, second)
     assert (own.serve.host, own.serve.port, own.serve.replicas) == ("127.0.0.1", second.port, 1)
     assert own.serve.api_key == ("k",) and own.serve.ssl_certfile is None
-    assert own.schedule.session_file == Path("/data/sessions.1.bin") and first.port != second.port
+    assert first.port != second.port
 
 
 def test_the_gateway_gets_every_key_and_the_report_none():
     serve = ServeSection(replicas=2, api_key=("one", "two"), admin_api_key=("three",), max_body_bytes=7)
-    made = Gateway("python", "0.0.0.0", 8000, 8003, serve)
+    made = Smg("python", 8000, 8003, serve)
     argv = " ".join(made.argv)
     assert "--api-key one" in argv and "key1:two" in argv and "key2:three" in argv and "--max-payload-size 7" in argv
     assert made.key in argv and made.key not in repr(made)
     places = place(config(2), (), ())
     report = json.dumps(fleet_report(places, made))
     assert "one" not in json.loads(report)["gateway"].values() and made.key not in report and places[1].url in report
-    open_to_all = Gateway("python", "0.0.0.0", 8000, 8003, ServeSection(admin_api_key=("three",)))
+    open_to_all = Smg("python", 8000, 8003, ServeSection(admin_api_key=("three",)))
     assert "--api-key" not in open_to_all.argv
+    assert "one" not in VllmRouter("python", 8000, 8003, serve).argv, "it passes keys on, and checks none"
 
 
 CHILD = "import time; time.sleep(60)"
