@@ -6,7 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -32,15 +32,23 @@ class SecondRank:
 
     shard: RankShard
     connection: Connection
-    made: list[RanksDevice] = field(default_factory=list)
+    led: RanksDevice | None = None  # what is not closed yet
 
     def prepare(self, lab: Lab, features: frozenset[str]) -> None:
         """It makes its half of a run; `lead` joins it to the half here."""
         self.connection.send((lab.target.path, lab.drafters, features))
 
     def lead(self, own: DeviceHalf) -> RanksDevice:
-        self.made.append(RanksDevice(own, self.shard, [self.connection], lambda failed: None))
-        return self.made[-1]
+        self.led = RanksDevice(own, self.shard, [self.connection], self._closed)
+        return self.led
+
+    def _closed(self, failed: bool) -> None:
+        self.led = None
+
+    def finish(self) -> None:
+        """Whatever became of the run, the process is free for the next one."""
+        if self.led is not None:
+            self.led.close()
 
 
 @contextmanager

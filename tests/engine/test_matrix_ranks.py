@@ -46,8 +46,11 @@ def test_all_at_once_over_two_ranks(labs, second: SecondRank, monkeypatch, proof
     install(monkeypatch)
     lab = labs(features)
     second.prepare(lab, features)
-    run = MatrixRun(lab, features, second.lead)
-    run.run()
+    try:
+        run = MatrixRun(lab, features, second.lead)
+        run.run()
+    finally:
+        second.finish()
     for feature in sorted(features):
         proof.show(feature, EVIDENCE[feature](run))
     assert not run.counter("faults") and not run.counter("broken_books")
