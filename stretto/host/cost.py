@@ -23,6 +23,8 @@ import numpy as np
 LEAST_RATIO, MOST_RATIO = 0.5, 2.0  # of a measured step to its prediction, beyond which it is an outlier
 SCALE_RATE, CURVE_RATE = 0.02, 0.05  # shares by which one step moves the corrections
 REFRESH = 16  # steps after which corrections come into force
+SLOW_RUNS = 2  # first runs of a size, while the device prepares it: they tell nothing
+MEASURED = 20  # runs that a size counts as having had which was measured at the start
 TABLES = 1024  # of sizes, kept for numbers of rows
 
 
@@ -95,7 +97,10 @@ class CostModel:
         self._coefficients = self._fit(samples)
         self._terms: list[float] = self._coefficients[len(counts) :].tolist()
         self._scale = 1.0
-        self._corrections = np.ones((2, len(counts)))  # of steps without and with prompt chunks, at the knots
+        sizes = [] if padded is None else self._sizes(padded, 1, True).tolist()
+        self._grid = np.unique([*counts, *sizes])  # where steps are observed: the device's own sizes, if it has some
+        self._corrections = np.ones((2, len(self._grid)))  # of steps without and with prompt chunks
+        self._seen = np.where(np.isin(self._grid, counts), MEASURED, 0) * np.ones((2, 1), dtype=np.int64)
         self._observed = 0
         self._curve = self._tabulate()  # by computed tokens
         self._corrected = np.ones((2, most + 1))  # the corrections, likewise
@@ -157,19 +162,29 @@ class CostModel:
         return self._scale * self._terms[2] * pairs
 
     def observe(self, work: StepWork, seconds: float) -> float:
-        """A step took so long. Returns what was predicted. One outlier moves nothing far: ratios are clipped."""
+        """A step took so long. Returns what was predicted. One outlier moves nothing far: ratios are clipped. Kernels
+        change with the size of a step, so a size that was not measured may take much longer than its neighbours."""
         predicted = self.seconds(work)
         if seconds <= 0 or predicted <= 0:
             return predicted
         ratio = min(max(seconds / predicted, LEAST_RATIO), MOST_RATIO)
+        kind, at = int(work.pairs > 0), int(np.abs(self._grid - self.computed(work, work.tokens)).argmin())
+        self._seen[kind, at] += 1
+        runs = int(self._seen[kind, at]) - SLOW_RUNS
+        if runs <= 0:
+            return predicted
         self._scale *= ratio**SCALE_RATE
-        nearest = int(np.abs(self._knots - self.computed(work, work.tokens)).argmin())
-        self._corrections[int(work.pairs > 0), nearest] *= ratio**CURVE_RATE
+        self._corrections[kind, at] *= ratio ** max(CURVE_RATE, 1 / (1 + runs))
         self._observed += 1
-        if self._observed % REFRESH == 0:
-            counts = np.arange(self.most + 1)
-            self._corrected = np.stack([np.interp(counts, self._knots, of_kind) for of_kind in self._corrections])
+        if self._observed % REFRESH == 0 or runs < REFRESH:
+            self._correct()
         return predicted
+
+    def _correct(self) -> None:
+        """Sizes that never ran lie between those that did."""
+        counts, known = np.arange(self.most + 1), self._seen > SLOW_RUNS
+        self._corrected = np.stack([np.interp(counts, self._grid[known[kind]], self._corrections[kind, known[kind]])
+                                    for kind in range(2)])
 
     def describe(self) -> list[dict[str, float]]:
         """The curve at its knots, for people."""

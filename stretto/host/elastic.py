@@ -249,7 +249,10 @@ class Elastic:
         """The chance from which a draft is worth its time in a step with about so many: what a token more costs, at
         the best rate of tokens."""
         rows = len(demand.slots)
-        around = np.asarray([max(rows, int(0.8 * (rows + drafts))), int(1.2 * (rows + drafts)) + 8])
+        around = np.asarray([max(rows, int(0.8 * (rows + drafts))),
+                             min(int(1.2 * (rows + drafts)) + 8, rows * (1 + self.widths[-1]))])
+        if around[0] >= around[1]:
+            return 0.0
         seconds = self.cost.curve(self._work(demand, rows, 0, 0), around)
         return rate * float(seconds[1] - seconds[0]) / float(around[1] - around[0])
 

@@ -28,6 +28,8 @@ def true_seconds(work: StepWork) -> float:
     products = max(BYTES / RATE, FLOPS * n / PRODUCTS) + 0.1 * min(BYTES / RATE, FLOPS * n / PRODUCTS)
     attention = work.context * CELL / RATE + 4 * 32 * 4096 * work.pairs / 4.5e14
     proposals = (0.05e-3 + 2e-7 * work.rows * work.draft_width) if work.draft_width else 0.0
+    if n > 64:  # other kernels, which take longer for a little more
+        products += 0.8e-3 if n <= 160 else 0.4e-3
     return LAUNCHES + products + attention + proposals + 1e-6 * work.rows
 
 

@@ -298,6 +298,23 @@ def test_the_cost_model_learns_that_the_machine_is_slower_and_forgives_an_outlie
     assert cost.seconds(work) == pytest.approx(1.5 * before, rel=0.1)
 
 
+def test_the_cost_model_learns_that_one_size_is_slow_and_believes_it_of_no_other():
+    """Measured were 64 and 128 tokens; 80 take nearly as long as 128. The first runs, which prepare it, say nothing."""
+    cost = CostModel([(StepWork(n, n, 0), s) for n, s in ((1, 0.004), (64, 0.006), (128, 0.009), (512, 0.02))], 512,
+                     tokens_bucket)
+    slow, others = StepWork(70, 70, 0), [StepWork(n, n, 0) for n in (64, 128)]
+    before = [cost.seconds(work) for work in others]
+    for seconds in (0.15, 0.13, *[0.0088] * 12):
+        cost.observe(slow, seconds)
+    assert cost.seconds(slow) == pytest.approx(0.0088, rel=0.06)
+    for _ in range(100):
+        for work, seconds in zip(others, before):
+            cost.observe(work, seconds)
+        cost.observe(slow, 0.0088)
+    assert [cost.seconds(work) for work in others] == pytest.approx(before, rel=0.03)
+    assert cost.seconds(slow) == pytest.approx(0.0088, rel=0.03)
+
+
 def test_a_cost_model_needs_two_sizes():
     with pytest.raises(ValueError, match="two different counts"):
         CostModel([(StepWork(1, 1, 1), 0.1)], 8)
