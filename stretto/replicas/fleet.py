@@ -149,7 +149,7 @@ class Fleet:
                     await replica.settled.wait()
             for replica in self._replicas:
                 await replica.settled.wait()
-            if not self._stopping.is_set():
+            if all(replica.served for replica in self._replicas):
                 on_ready()
         if not self._stopping.is_set():
             log.error("no replica is left")
@@ -169,14 +169,14 @@ class Fleet:
                     continue
                 if not replica.served:
                     self._fail(code)
+                with contextlib.suppress(httpx.HTTPError, TimeoutError):
+                    await self._control.withdraw(replica.place.url)
                 wait = _wait_before_restart(replica.deaths, self._restarts)
                 if wait is None:
                     log.error("replica %d has died %d times in %g s (exit code %d) and stays down; the others go on",
                               index, len(replica.deaths), RESTART_WINDOW, code)
                     return
                 log.error("replica %d has died (exit code %d); it is started again in %g s", index, code, wait)
-                with contextlib.suppress(httpx.HTTPError, TimeoutError):
-                    await self._control.withdraw(replica.place.url)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), wait)
         finally:
