@@ -166,8 +166,10 @@ def aborts(service: Service) -> APIRouter:
             if not request.scope["state"].get("is_admin", True):
                 raise admin_only("abort_all")
             return JSONResponse({"aborted": await service.abort_all()})
+        if body.rid_prefix:
+            return JSONResponse({"aborted": await service.abort_all(body.rid_prefix)})
         if id is None:
-            raise bad_request("give rid, or abort_all: true", "rid")
+            raise bad_request("give rid, rid_prefix, or abort_all: true", "rid")
         return JSONResponse({"aborted": [id] if await service.abort(id) else []})
 
     @router.delete("/v1/requests/{id:path}")

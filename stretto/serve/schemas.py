@@ -349,10 +349,11 @@ class DetokenizeRequest(Body):
 
 
 class AbortBody(Body):
-    """POST /abort_request: one request by id, or all of them."""
+    """POST /abort_request: one request by id, those whose ids begin alike, or all of them."""
 
     rid: str | None = None
     request_id: str | None = None
+    rid_prefix: str | None = None
     abort_all: bool | None = None
 
 

@@ -289,8 +289,9 @@ class Service:
         self.metrics.aborts["abort_request"] += any(results)
         return any(results)
 
-    async def abort_all(self) -> list[str]:
-        ids = list(self._live)
+    async def abort_all(self, prefix: str = "") -> list[str]:
+        """Those whose ids begin with `prefix`; the ids of those that were still there."""
+        ids = [id for id in self._live if id.startswith(prefix)]
         done = await asyncio.gather(*(self.abort(id) for id in ids))
         return [id for id, live in zip(ids, done, strict=True) if live]
 

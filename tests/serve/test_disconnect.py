@@ -178,6 +178,22 @@ async def test_abort_request_by_id_and_all():
         assert api.service.metrics.aborts["abort_request"] == 4
 
 
+async def test_abort_requests_whose_ids_begin_alike():
+    async with make_api(SLOW) as api:
+        calls = {id: asyncio.create_task(api.complete("x", request_id=id, **ENDLESS)) for id in ("a/1", "a/2", "b/1")}
+        await until(lambda: running(api, 3))
+        told = await api.http.post("/abort_request", json={"rid_prefix": "a/"})
+        assert sorted(told.json()["aborted"]) == ["a/1", "a/2"]
+        assert [(await calls[id]).status_code for id in ("a/1", "a/2")] == [499, 499]
+        assert await running(api, 1) and not calls["b/1"].done()
+        nothing = await api.http.post("/abort_request", json={"rid_prefix": ""})
+        assert nothing.status_code == 400 and nothing.json()["error"]["param"] == "rid"
+        assert (await api.http.post("/abort_request", json={"rid_prefix": "c"})).json() == {"aborted": []}
+        await api.http.post("/abort_request", json={"rid_prefix": "b"})
+        await asyncio.gather(*calls.values())
+        await assert_freed(api)
+
+
 async def test_case_6_09_an_aborted_id_is_free_at_once():
     async with make_api(CoreOptions(step_seconds=0.005, max_num_seqs=1, max_model_len=200_000)) as api:
         blocker = asyncio.create_task(api.complete("x", request_id="blocker", **ENDLESS))
