@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.testing import CHECKS, NEW, SAMPLED, Lab
+from tests.engine.matrix_run import make_lab
 from tests.spec import checkpoints as made
 
 KINDS = {"eagle": made.eagle, "eagle3": made.eagle3, "dflash": made.dflash, "dspark": made.dspark}
@@ -50,6 +51,16 @@ def labs(targets, folder):
     return get
 
 
+@pytest.fixture(scope="module")
+def hybrid(folder):
+    """kind -> its lab with a target half of whose layers keep a state."""
+    made_for, kept = make_lab(folder / "hybrid", False, "float32", states=True), {}
+
+    def get(kind: str) -> Lab:
+        return kept.setdefault(kind, Lab(made_for.model, made_for.target, made_for.drafters[kind]))
+    return get
+
+
 def name_of(check) -> str:
     return check.__name__.removeprefix("check_")
 
@@ -84,6 +95,15 @@ def test_drafter(kind: str, check, labs) -> None:
 def test_window_of_16(kind: str, check, labs) -> None:
     """Every layer of the target has a window; the drafter's layers see everything, in a KV group of their own."""
     check(labs(kind, 16))
+
+
+@pytest.mark.parametrize(("kind", "check"), [
+    pytest.param(kind, check, id=id_of(kind, check),
+                 marks=() if (kind, name_of(check)) == ("eagle3", "sessions") else pytest.mark.full)
+    for kind in ("eagle3", "dflash") for check in CHECKS])
+def test_target_whose_layers_keep_states(kind: str, check, hybrid) -> None:
+    """Taps rest, fork and rewind with the states: offers are the same wherever a sequence goes on from."""
+    check(hybrid(kind))
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9}, SAMPLED], ids=["greedy", "sampled", "everything"])
