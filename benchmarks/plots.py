@@ -75,6 +75,26 @@ def decode() -> None:
     save("decode")
 
 
+def elastic() -> None:
+    header, *rows = table("rows, context, acceptance")
+    at, plain = header.index("elastic / best"), header.index("best fixed")
+    shares = [number(row[header.index("none")].replace(",", "")) / number(row[plain].split(":")[1].replace(",", ""))
+              for row in rows]
+    plt.figure(figsize=(8, 3.8))
+    for i, row in enumerate(rows):
+        ratio, low, high = (float(n) for n in re.findall(r"[\d.]*\d", row[at])[:3])
+        plt.plot([low, high], [-i, -i], color="tab:blue", linewidth=1.5)
+        plt.plot(ratio, -i, "o", color="tab:blue", label="elastic" if i == 0 else None)
+        plt.plot(shares[i], -i, "|", color="0.4", markersize=12, label="no drafts" if i == 0 else None)
+    plt.axvline(1, color="0.5", linewidth=0.8)
+    plt.axvline(0.98, color="0.5", linewidth=0.8, linestyle=":")
+    plt.yticks([-i for i in range(len(rows))], [row[0] for row in rows], fontsize=8)
+    plt.xlabel("tokens a second, of the best fixed number of drafts (dotted: 0.98)")
+    plt.legend(loc="lower right")
+    save("elastic")
+
+
 if __name__ == "__main__":
     drafters()
     decode()
+    elastic()
