@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import torch
 
 from stretto.ops.fp8 import KVScales
-from stretto.ops.layer import HeadWeights, Rope
 from stretto.ragged import RaggedStep
 
 
@@ -81,22 +80,6 @@ class AttentionBackend(Protocol):
         """q [T, H, D]; caches [pages, page_size, Hkv, D], already holding the step's own keys and values; `scales`
         where they are e4m3, given only to backends whose caps name that.
         Returns [T, H, D]. Rows of padding tokens are unspecified but finite."""
-        ...
-
-
-@runtime_checkable
-class TakesProjected(Protocol):
-    """What a backend may provide besides: attention to heads as a projection makes them, which saves a launch a layer.
-    It norms and rotates q and k, writes k and v into `step.cells[group]`, and attends, as `ops.layer` computes it."""
-
-    def takes_projected(self, layer: LayerSpec, step: RaggedStep, meta: object) -> bool:
-        """Whether it does so in this step; a matter of the bucket alone."""
-        ...
-
-    def attend_projected(self, layer: LayerSpec, qkv: torch.Tensor, rope: Rope, norm: HeadWeights | None,
-                         k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, group: int, meta: object,
-                         sinks: torch.Tensor | None = None, scales: KVScales | None = None) -> torch.Tensor:
-        """qkv [T, H + 2 Hkv, D], left as it is; rope as on CUDA; the rest as for `attend`. Returns [T, H, D]."""
         ...
 
 

@@ -59,9 +59,10 @@ class KernelConfig:
         return next(f for f in self.few if n_rows <= f.most_rows)
 
 
-def few_tokens(tile: Tile, large: Tile | None = None) -> tuple[FewTokens, ...]:
-    """The usual splits; `large` is the tile of buckets above 64 rows."""
-    return (FewTokens(2, tile, 128), FewTokens(8, tile, 256), FewTokens(24, tile, 512), FewTokens(64, tile, 1024),
+def few_tokens(tile: Tile, large: Tile | None = None, small: Tile | None = None) -> tuple[FewTokens, ...]:
+    """The usual splits; `large` is the tile of buckets above 64 rows, `small` of those of up to 8."""
+    small = small or tile
+    return (FewTokens(2, small, 128), FewTokens(8, small, 256), FewTokens(24, tile, 512), FewTokens(64, tile, 1024),
             FewTokens(NEVER, large or tile, 1024))
 
 
@@ -73,7 +74,8 @@ INTERPRETER = KernelConfig((FewTokens(NEVER, Tile(16, 16, 1), 32),), Tile(64, 32
 # multiprocessors have as little as 99 KiB of shared memory). Measured on sm_90 with head size 128; see docs/kernels.md.
 _TABLE = {
     (64, 2, 90): KernelConfig(few_tokens(Tile(64, 64, 3, 4, 3, 168)), Tile(128, 64, 3, 8, 1, 168)),
-    (128, 2, 90): KernelConfig(few_tokens(Tile(64, 64, 3), Tile(64, 32, 3, 4, 3, 168)), Tile(128, 64, 3, 8, 1, 168)),
+    (128, 2, 90): KernelConfig(few_tokens(Tile(64, 64, 3), Tile(64, 32, 3, 4, 3, 168), Tile(64, 32, 3)),
+                                Tile(128, 64, 3, 8, 1, 168)),
     (256, 2, 90): KernelConfig(few_tokens(Tile(64, 32, 2)), Tile(64, 32, 3, programs=1)),
     (64, 2, 80): KernelConfig(few_tokens(Tile(32, 64, 3)), Tile(64, 64, 3)),
     (128, 2, 80): KernelConfig(few_tokens(Tile(32, 32, 3)), Tile(64, 32, 3)),

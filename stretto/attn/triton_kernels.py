@@ -21,7 +21,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stretto.attn.triton_projected import turned, write_new
 from stretto.ops.triton_fp8 import scales_at
 
 # One aligned 64-byte record: 0 first token, 1 tokens, 2 position of the first token, 3 first cell, 4 end cell, 5 slot,
@@ -207,13 +206,11 @@ def _words(record):
 @triton.jit
 def _item(record, token, tokens, first_pos, low, high, slot, partial, head, q_ptr, k_cache, v_cache, k_scales,
           v_scales, tables, out, partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride,
-          page_stride, cell_stride, head_stride, table_stride, in_scale, out_scale, rope, positions, cells, q_weight,
-          k_weight, eps, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr,
-          G: tl.constexpr, HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
-          KEYS: tl.constexpr, STAGES: tl.constexpr, SKIP_MASK: tl.constexpr, PRECISION: tl.constexpr,
-          UPCAST: tl.constexpr, FP8: tl.constexpr, PROJECTED: tl.constexpr, NORM: tl.constexpr, NEW: tl.constexpr):
-    """One work item for one KV head. Query row i of the tile is token i // G, head i % G of the group. PROJECTED: heads
-    come as projected, the new keys and values behind the queries (`triton_projected`)."""
+          page_stride, cell_stride, head_stride, table_stride, in_scale, out_scale, WINDOW: tl.constexpr,
+          SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr, HEADS_KV: tl.constexpr,
+          D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+          SKIP_MASK: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr):
+    """One work item for one KV head. Query row i of the tile is token i // G, head i % G of the group."""
     HEADS: tl.constexpr = HEADS_KV * G
     table = tables + slot.to(tl.int64) * table_stride
     i = tl.arange(0, M)
@@ -222,14 +219,7 @@ def _item(record, token, tokens, first_pos, low, high, slot, partial, head, q_pt
     pos = first_pos + tl.minimum(i // G, tokens - 1)
     q_head = head * G + i % G
     q_at = (token + i // G).to(tl.int64) * q_token_stride + q_head * q_head_stride
-    if PROJECTED:
-        write_new(q_ptr, token, tokens, first_pos, low, high, head, positions, cells, rope, k_weight, k_cache, v_cache,
-                  k_scales, v_scales, q_token_stride, q_head_stride, page_stride, cell_stride, head_stride, eps, HEADS,
-                  HEADS_KV, PAGE, D, BLOCK_D, NEW, NORM, FP8)
-        position = tl.load(positions + token + i // G, mask=ok, other=0)
-        q = turned(q_ptr, q_at, position, rope, q_weight, eps, ok, D, BLOCK_D, NORM).to(q_ptr.dtype.element_ty)
-    else:
-        q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=ok[:, None] & (d[None, :] < D), other=0.0)
+    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=ok[:, None] & (d[None, :] < D), other=0.0)
     acc = tl.zeros((M, BLOCK_D), tl.float32)
     m = tl.full((M,), LOWEST, tl.float32)
     l = tl.zeros((M,), tl.float32)
@@ -329,13 +319,11 @@ def _clear_padding(out, first, n_tokens, G: tl.constexpr, HEADS_KV: tl.constexpr
 @triton.jit(do_not_specialize=["table_stride", "offset", "n_rows", "n_tokens", "early"])
 def attend_kernel(q, k_cache, v_cache, k_scales, v_scales, tables, items, counts, arrivals, cu_q, out, partial_out,
                   partial_lse, sinks, q_token_stride, q_head_stride, page_stride, cell_stride, head_stride,
-                  table_stride, in_scale, out_scale, rope, positions, cells, q_weight, k_weight, eps, offset, n_rows,
-                  n_tokens, early, KIND: tl.constexpr, WINDOW: tl.constexpr,
-                  SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr,
-                  HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
+                  table_stride, in_scale, out_scale, offset, n_rows, n_tokens, early, KIND: tl.constexpr,
+                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr,
+                  G: tl.constexpr, HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
                   KEYS: tl.constexpr, STAGES: tl.constexpr, WORDS: tl.constexpr, FIRST: tl.constexpr,
-                  PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr,
-                  PROJECTED: tl.constexpr, NORM: tl.constexpr, NEW: tl.constexpr):
+                  PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr):
     """A persistent grid that claims the work items of one kind until none is left. KIND: 0 chunks, 1 few tokens.
 
     Of n items, program p takes item p without asking; where there are more, the others are claimed. Every program
@@ -364,9 +352,8 @@ def attend_kernel(q, k_cache, v_cache, k_scales, v_scales, tables, items, counts
     while claim < n:
         _item(record, token, tokens, first_pos, low, high, slot, partial, claim % HEADS_KV, q, k_cache, v_cache,
               k_scales, v_scales, tables, out, partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride,
-              page_stride, cell_stride, head_stride, table_stride, in_scale, out_scale, rope, positions, cells,
-              q_weight, k_weight, eps, WINDOW, SOFTCAP, SINKS, PAGE, G, HEADS_KV, D, BLOCK_D, M, KEYS, STAGES,
-              KIND == 0, PRECISION, UPCAST, FP8, PROJECTED, NORM, NEW)
+              page_stride, cell_stride, head_stride, table_stride, in_scale, out_scale, WINDOW, SOFTCAP, SINKS, PAGE,
+              G, HEADS_KV, D, BLOCK_D, M, KEYS, STAGES, KIND == 0, PRECISION, UPCAST, FP8)
         if n > programs:
             claim = tl.atomic_add(counts + 2 + KIND, 1, sem="relaxed")
             if claim == n - 1:

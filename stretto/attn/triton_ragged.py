@@ -19,28 +19,11 @@ from stretto.attn.api import AttnCaps, LayerSpec
 from stretto.attn.tiles import INTERPRETER, KernelConfig, Tile, kernel_config, padded, unsplit
 from stretto.attn.triton_kernels import ITEM_WORDS, LOG2E, attend_kernel, plan_kernel
 from stretto.ops.fp8 import KV_FP8, KVScales
-from stretto.ops.layer import HeadWeights, Rope
 from stretto.ragged import RaggedStep
 
 INTERPRETED = isinstance(attend_kernel, InterpretedFunction)  # TRITON_INTERPRET=1: the kernels run on the CPU
 MAX_HEAD_DIM = 256
 FP8_ARCH = 89  # the first whose multiprocessors convert e4m3
-MOST_PROJECTED = 64  # rows; of more, turning the queries once in a launch of its own is faster than in every item
-
-
-@dataclass(frozen=True)
-class Projected:
-    """What turns projected heads into queries, keys and values, and where the latter two go."""
-
-    table: torch.Tensor  # [positions, D] float32, row p = [cos | sin]
-    positions: torch.Tensor  # [T] int64
-    cells: torch.Tensor  # [T] int64, page * page_size + offset
-    norm: HeadWeights | None
-
-    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float]:
-        """Of the kernel: rope, positions, cells, weights of q and of k, eps."""
-        weights = (self.table, self.table, 0.0) if self.norm is None else (self.norm.q, self.norm.k, self.norm.eps)
-        return self.table, self.positions, self.cells, *weights
 
 
 @dataclass
@@ -139,33 +122,11 @@ class TritonRagged:
         plan.attended = True
         return out
 
-    def takes_projected(self, layer: LayerSpec, step: RaggedStep, meta: object) -> bool:
-        """See `attn.api.TakesProjected`. In steps without chunks the item that writes a cell is alone in reading it."""
-        return (isinstance(meta, RaggedPlan) and layer.head_dim % 2 == 0 and step.q_len.numel() <= MOST_PROJECTED
-                and self._few_only(layer, step, meta))
-
-    def attend_projected(self, layer: LayerSpec, qkv: torch.Tensor, rope: Rope, norm: HeadWeights | None,
-                         k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, group: int, meta: object,
-                         sinks: torch.Tensor | None = None, scales: KVScales | None = None) -> torch.Tensor:
-        """See `attn.api.TakesProjected`."""
-        plan = self._check(layer, meta, qkv, k_cache, v_cache, sinks, scales)
-        out = torch.empty(qkv.shape[0], layer.n_heads, layer.head_dim, dtype=qkv.dtype, device=qkv.device)
-        self._launch(1, True, out, layer, qkv, k_cache, v_cache, step, step.page_tables[group], plan, sinks, scales,
-                     Projected(*rope, step.cells[group], norm))
-        plan.attended = True
-        return out
-
     def _few_only(self, layer: LayerSpec, step: RaggedStep, plan: RaggedPlan) -> bool:
         """Whether no row of the bucket can be a chunk."""
         n_tokens = step.ids.numel()
         most = n_tokens if step.most_tokens is None else min(n_tokens, step.most_tokens)
         return most * (layer.n_heads // layer.n_kv_heads) <= plan.tiles[1].rows and not self.fixed
-
-    @staticmethod
-    def _most_new(layer: LayerSpec, step: RaggedStep, tile: Tile) -> int:
-        """Most tokens of a row, as a power of two."""
-        fitting = tile.rows // (layer.n_heads // layer.n_kv_heads)
-        return padded(min(step.most_tokens or step.ids.numel(), fitting))
 
     def _check(self, layer: LayerSpec, plan: object, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                sinks: torch.Tensor | None, scales: KVScales | None) -> RaggedPlan:
@@ -188,26 +149,22 @@ class TritonRagged:
 
     def _launch(self, kind: int, first: bool, out: torch.Tensor, layer: LayerSpec, q: torch.Tensor,
                 k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, table: torch.Tensor, plan: RaggedPlan,
-                sinks: torch.Tensor | None, scales: KVScales | None, projected: Projected | None = None) -> None:
-        """`projected`: q holds keys and values too, all as projected."""
+                sinks: torch.Tensor | None, scales: KVScales | None) -> None:
         tile, softcap = plan.tiles[kind], layer.softcap or 0.0
         in_scale = -2 * LOG2E.value * layer.scale / softcap if softcap else 0.0  # tanh(x) by exp2 of -2 x / ln 2
         out_scale = LOG2E.value * (softcap or layer.scale)
         heads = self.capacity(layer) * layer.n_heads
         partial_out, partial_lse = self.workspace[: heads * layer.head_dim], self.workspace[heads * layer.head_dim :]
-        cu_q, overlap = step.cu_q, self.arch >= 90  # programmatic dependent launch
+        overlap = self.arch >= 90  # programmatic dependent launch: the second launch does not wait for the first
         attend_kernel[(tile.programs * self.n_sm,)](
-            q, k_cache, v_cache, *(scales or (q, q)), table, plan.items, plan.counts, plan.arrivals, cu_q, out,
+            q, k_cache, v_cache, *(scales or (q, q)), table, plan.items, plan.counts, plan.arrivals, step.cu_q, out,
             partial_out, partial_lse, out if sinks is None else sinks, q.stride(0), q.stride(1), k_cache.stride(0),
-            k_cache.stride(1), k_cache.stride(2), table.stride(0), in_scale, out_scale,
-            *(projected.arguments() if projected else (out, cu_q, cu_q, out, out, 0.0)), kind * plan.offset_few,
+            k_cache.stride(1), k_cache.stride(2), table.stride(0), in_scale, out_scale, kind * plan.offset_few,
             step.q_len.numel(), q.shape[0], int(plan.attended or not first), KIND=kind, WINDOW=layer.window or 0,
             SOFTCAP=bool(softcap), SINKS=sinks is not None, PAGE=step.page_size, G=layer.n_heads // layer.n_kv_heads,
             HEADS_KV=layer.n_kv_heads, D=layer.head_dim, BLOCK_D=max(padded(layer.head_dim), 16), M=tile.rows,
             KEYS=tile.keys, STAGES=tile.stages, WORDS=ITEM_WORDS, FIRST=first, PDL=overlap,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            UPCAST=INTERPRETED and q.dtype == torch.bfloat16, FP8=scales is not None, PROJECTED=projected is not None,
-            NORM=projected is not None and projected.norm is not None,
-            NEW=1 if projected is None else self._most_new(layer, step, tile), num_warps=tile.warps,
+            UPCAST=INTERPRETED and q.dtype == torch.bfloat16, FP8=scales is not None, num_warps=tile.warps,
             maxnreg=tile.registers,
             **({"launch_pdl": True} if overlap else {}))

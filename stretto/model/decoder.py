@@ -36,7 +36,6 @@ from stretto.model.layers import (
 )
 from stretto.model.shard import Shard, cut_heads, heads_of
 from stretto.model.weights import Weights
-from stretto.ops.blocks import Ahead
 from stretto.ops.fixed import elementwise
 from stretto.ops.layer import Rope
 from stretto.wire import STATE
@@ -47,9 +46,8 @@ class Mixer(Protocol):
 
     out: Linear
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend,
-                 ahead: Ahead | None = None) -> torch.Tensor:
-        """x [T, E], normed first if there is a norm -> [T, inputs of `out`]. `ahead`: norm(x), begun."""
+    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend) -> torch.Tensor:
+        """x [T, E], normed first if there is a norm -> [T, inputs of `out`]."""
         ...
 
 
@@ -125,10 +123,9 @@ class Attention:
                             if style.whole_norm else None)
         self.sinks = w.stack_pieces([heads_of(w.shard, f"{name}.sinks", c.n_heads, 1)]) if style.sinks else None
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend,
-                 ahead: Ahead | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend) -> torch.Tensor:
         """See `Mixer`."""
-        qkv = self.qkv(x) if norm is None else self.qkv.normed(x, norm, ahead=ahead)
+        qkv = self.qkv(x) if norm is None else self.qkv.normed(x, norm)
         if self.whole_norms is not None:
             q, k, _ = qkv.split([n * self.head_dim for n in (self.n_heads, self.n_kv_heads, self.n_kv_heads)], dim=1)
             self.whole_norms(q, k)
@@ -165,25 +162,23 @@ class DecoderLayer:
         self.before_attn, self.after_attn = norm(style.norms.before_attention), norm(style.norms.after_attention)
         self.before_mlp, self.after_mlp = norm(style.norms.before_mlp), norm(style.norms.after_mlp)
 
-    def __call__(self, hidden: torch.Tensor, rope: Rope, attend: Attend, ahead: Ahead | None = None,
-                 following: RMSNorm | None = None) -> Ahead | None:
-        """hidden [T, E], updated in place. `ahead`: the norm before attention, begun. Begins the `following` norm, the
-        first of the next layer, where that saves a launch."""
-        attended, ahead = self.attn(hidden, self.before_attn, rope, attend, ahead), None
-        merged = self.before_mlp if isinstance(self.mlp, GatedMLP) and self.after_mlp is None else None
+    def __call__(self, hidden: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+        """hidden [T, E], updated in place and returned."""
+        attended = self.attn(hidden, self.before_attn, rope, attend)
         if self.after_attn is None:
-            ahead = self.attn.out.add_and_norm(hidden, attended, merged)
+            hidden = self.attn.out.add_to(hidden, attended)
         else:
-            hidden.add_(self.after_attn(self.attn.out(attended)))
-        if isinstance(self.mlp, GatedMLP) and merged is not None:
-            return self.mlp.add_normed(hidden, merged, ahead, following)
+            hidden = hidden.add_(self.after_attn(self.attn.out(attended)))
+        if isinstance(self.mlp, GatedMLP) and self.before_mlp is not None and self.after_mlp is None:
+            return self.mlp.add_normed(hidden, self.before_mlp)
         x = hidden if self.before_mlp is None else self.before_mlp(hidden)
-        if isinstance(self.mlp, GatedMLP) and self.after_mlp is None:
-            self.mlp.add_to(hidden, x)
-            return None
-        made = self.mlp(x, getattr(attend, "tokens", None)) if isinstance(self.mlp, ExpertMLP) else self.mlp(x)
-        hidden.add_(made if self.after_mlp is None else self.after_mlp(made))
-        return None
+        if isinstance(self.mlp, ExpertMLP):
+            made = self.mlp(x, getattr(attend, "tokens", None))
+        elif self.after_mlp is None:
+            return self.mlp.add_to(hidden, x)
+        else:
+            made = self.mlp(x)
+        return hidden.add_(made if self.after_mlp is None else self.after_mlp(made))
 
 
 class Decoder:
@@ -218,10 +213,8 @@ class Decoder:
         hidden = self.embedding(ids)
         if self._embedding_scale is not None:
             hidden = hidden.mul_(self._embedding_scale)
-        ahead, followers = None, [layer.before_attn for layer in self.decoder[1:]]
-        each = self.each_layer(positions, attend)
-        for layer, following, (rope, through) in zip(self.decoder, [*followers, None], each, strict=True):
-            ahead = layer(hidden, rope, through, ahead, following)
+        for layer, (rope, through) in zip(self.decoder, self.each_layer(positions, attend), strict=True):
+            hidden = layer(hidden, rope, through)
             if taps is not None and (name := f"hidden.{layer.index}") in taps:
                 taps[name] = hidden.clone()  # later layers write into `hidden`
         hidden = self.norm(hidden)

@@ -23,7 +23,6 @@ from stretto.model.packed_matrix import JoinedMatrix, packed_matrix
 from stretto.model.shard import Columns, Piece, columns_of, first_holder, heads_of, rows_of, whole
 from stretto.model.weights import Weights
 from stretto.ops.attend import StepAttention
-from stretto.ops.blocks import Ahead
 from stretto.ops.fixed import elementwise
 from stretto.ops.layer import GATES as ACTIVATIONS
 from stretto.ops.layer import HeadWeights, Rope, gate, rms_norm, rotate
@@ -78,25 +77,15 @@ class Linear:
         made = self._matrix.add_to(residual, x)
         return made if self._delta is None or not self._delta.active else self._delta.add_to(made, x)
 
-    def add_and_norm(self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None) -> Ahead | None:
-        """residual += self(x), in place. Begins norm(residual), for `normed` of this norm, where that saves time."""
-        if norm is not None and self._shard is None and self._alone and isinstance(self._matrix, CudaMatrix):
-            return self._matrix.add_and_norm(residual, x, norm.weight, norm.eps)
-        self.add_to(residual, x)
-        return None
-
     @property
     def _alone(self) -> bool:
         """No adapter adds to what the matrix makes."""
         return self._delta is None or not self._delta.active
 
-    def normed(self, x: torch.Tensor, norm: RMSNorm, act: str | None = None,
-               ahead: Ahead | None = None) -> torch.Tensor:
-        """self(norm(x)), on CUDA in fewer launches; with `act`, the gated halves of it, [T, rows / 2].
-
-        `ahead`: norm(x), begun by `add_and_norm`."""
+    def normed(self, x: torch.Tensor, norm: RMSNorm, act: str | None = None) -> torch.Tensor:
+        """self(norm(x)), on CUDA in fewer launches; with `act`, the gated halves of it, [T, rows / 2]."""
         if isinstance(self._matrix, CudaMatrix) and self._alone:
-            return self._matrix.normed(x, norm.weight, norm.eps, act, ahead)
+            return self._matrix.normed(x, norm.weight, norm.eps, act)
         return self(norm(x)) if act is None else self.gated(norm(x), act)
 
     def gated(self, x: torch.Tensor, act: str) -> torch.Tensor:
@@ -347,11 +336,9 @@ class GatedMLP:
         """residual += self(x), in place; returns it."""
         return self.down.add_to(residual, self.gate_up.gated(x, self._act))
 
-    def add_normed(self, residual: torch.Tensor, norm: RMSNorm, ahead: Ahead | None = None,
-                   following: RMSNorm | None = None) -> Ahead | None:
-        """residual += self(norm(residual)), in place. `ahead`: norm(residual), begun. Begins the `following` norm where
-        that saves a launch."""
-        return self.down.add_and_norm(residual, self.gate_up.normed(residual, norm, self._act, ahead), following)
+    def add_normed(self, residual: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """residual += self(norm(residual)), in place; returns it."""
+        return self.down.add_to(residual, self.gate_up.normed(residual, norm, self._act))
 
 
 class Embedding:

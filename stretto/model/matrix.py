@@ -9,12 +9,12 @@ packed, and then runs as two equal rows. So a model's text on a CPU is the same 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from stretto.ops.blocks import MOST_ROWS, Ahead, Blocks, OneRow, SomeRows
+from stretto.ops.blocks import Blocks, OneRow, SomeRows
 from stretto.ops.launch import overlaps, shared_memory
 from stretto.ops.layer import gate, rms_norm
 from stretto.ops.skinny import blocks_for, fits
@@ -71,22 +71,8 @@ class CudaMatrix(PlainMatrix):
         blocks = self._blocks(x, self._outputs, False) if residual.is_contiguous() else None
         return super().add_to(residual, x) if blocks is None else self._launch(x, blocks, residual, add=True)
 
-    def add_and_norm(self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float) -> Ahead | None:
-        """As `add_to`; where it saves a launch, begins RMSNorm of the sum for the `normed` of another matrix."""
-        blocks = self._blocks(x, self._outputs, False) if residual.is_contiguous() else None
-        few = blocks is not None and len(x) <= MOST_ROWS and not self._alone(blocks)
-        if blocks is None or not few or residual.dtype is not torch.bfloat16:  # other numbers may overflow
-            self.add_to(residual, x)
-            return None
-        squares = torch.empty(self._outputs // blocks.outputs, MOST_ROWS, dtype=torch.float32, device=x.device)
-        ahead = Ahead(torch.empty_like(residual), squares, eps)
-        self._launch(x, blocks, residual, add=True, after=(norm, ahead))
-        return ahead
-
-    def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float, act: str | None = None,
-               ahead: Ahead | None = None) -> torch.Tensor:
-        """self(RMSNorm of x); with `act`, the two halves of that gated: act(first) * second, [T, outputs / 2]. `ahead`:
-        that norm, begun."""
+    def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float, act: str | None = None) -> torch.Tensor:
+        """self(RMSNorm of x); with `act`, the two halves of that gated: act(first) * second, [T, outputs / 2]."""
         gated = act in ("silu", "swish")
         outputs = self._outputs // (1 + gated)
         blocks = self._blocks(x, outputs, gated) if gated or act is None else None
@@ -94,10 +80,8 @@ class CudaMatrix(PlainMatrix):
             y = self(rms_norm(x, norm, eps))
             return y if act is None else gate(y, act)
         out = self._empty(x, outputs)
-        if self._alone(blocks):
-            return self._launch(x, blocks, out, gated=gated, norm=norm, eps=eps)
-        if ahead is not None:
-            return self._launch(ahead.weighted, blocks, out, gated=gated, before=ahead)
+        if isinstance(blocks, OneRow):
+            return self._launch(x, blocks, out, norm, eps, gated)
         return self._launch(rms_norm(x, norm, eps), blocks, out, gated=gated)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,23 +106,18 @@ class CudaMatrix(PlainMatrix):
             return None
         return blocks_for(x.shape[0], outputs, x.shape[1], gated, self._shared, self._pdl and x.is_contiguous())
 
-    @staticmethod
-    def _alone(blocks: Blocks) -> bool:
-        """Whether this is the kernel for a single row, which can norm it on the way."""
-        return isinstance(blocks, OneRow)
-
-    def _launch(self, x: torch.Tensor, blocks: Blocks, out: torch.Tensor, gated: bool = False, add: bool = False,
-                **norms: Any) -> torch.Tensor:
-        """`norms` as the launch of that kernel takes them. Returns `out`."""
+    def _launch(self, x: torch.Tensor, blocks: Blocks, out: torch.Tensor, norm: torch.Tensor | None = None,
+                eps: float = 0.0, gated: bool = False, add: bool = False) -> torch.Tensor:
+        """Only a row alone can be normed. Returns `out`."""
         from stretto.ops.triton_skinny import launch_few_rows, launch_one_row
         from stretto.ops.triton_some_rows import launch_some_rows
 
         if isinstance(blocks, SomeRows):
             launch_some_rows(x, self._weight, out, blocks, self._pdl, self._arrivals, self._bias, gated, add)
-        elif self._alone(blocks):
-            launch_one_row(x, self._weight, out, blocks, self._pdl, bias=self._bias, gated=gated, add=add, **norms)
+        elif isinstance(blocks, OneRow):
+            launch_one_row(x, self._weight, out, blocks, self._pdl, norm, eps, self._bias, gated, add)
         else:
-            launch_few_rows(x, self._weight, out, blocks, self._pdl, self._arrivals, self._bias, gated, add, **norms)
+            launch_few_rows(x, self._weight, out, blocks, self._pdl, self._arrivals, self._bias, gated, add)
         return out
 
 

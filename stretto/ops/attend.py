@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from stretto.attn.api import AttentionBackend, GroupSpec, LayerSpec, TakesProjected
+from stretto.attn.api import AttentionBackend, GroupSpec, LayerSpec
 from stretto.ops.fp8 import KVScales
 from stretto.ops.layer import HeadWeights, Rope, rotate_and_write
 from stretto.ops.recurrent import StepStates
@@ -54,14 +54,8 @@ class StepAttention:
 
     def projected(self, layer: int, qkv: torch.Tensor, n_heads: int, rope: Rope, norm: HeadWeights | None,
                   sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """On CUDA: qkv [T, H + 2 Hkv, D] as projected. Normed, rotated and written by the backend where it takes that,
-        else in one launch, then as a call."""
-        group, meta, spec, backend = self.kv.group_of[layer], self._metadata(layer), self.layers[layer], self.backend
-        if isinstance(backend, TakesProjected) and backend.takes_projected(spec, self.step, meta):
-            self.calls += 1
-            return backend.attend_projected(spec, qkv, rope, norm, self.kv.k[layer], self.kv.v[layer], self.step, group,
-                                            meta, sinks, self.kv.scales[layer])
-        cells = self.step.cells[group]
+        """On CUDA: qkv [T, H + 2 Hkv, D] as projected. Normed, rotated and written in one launch, then as a call."""
+        cells = self.step.cells[self.kv.group_of[layer]]
         q = rotate_and_write(qkv, n_heads, rope, norm, self.kv.k[layer], self.kv.v[layer], cells, self.kv.scales[layer])
         return self._attend(layer, q, sinks)
 

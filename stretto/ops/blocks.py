@@ -1,10 +1,8 @@
-"""Launches of the products in `skinny.py`: what one program makes, and what passes from one product to the next."""
+"""Launches of the products in `skinny.py`: what one program makes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
 
 MOST_ROWS = 64  # of the kernel for few rows: above, reading the rows again for each tile takes longer than the weights
 
@@ -35,13 +33,3 @@ class OneRow(Blocks):
 @dataclass(frozen=True)
 class SomeRows(Blocks):
     """A launch of the kernel in `triton_some_rows`."""
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """A norm that has begun where its input was made. What multiplies by the normed rows multiplies by `weighted`, and
-    its sums by 1 / rms, which follows from `squares`: so that the norm needs no launch of its own."""
-
-    weighted: torch.Tensor  # [m, n], the rows times the norm's weights
-    squares: torch.Tensor  # [tiles of n, MOST_ROWS] float32, parts of the sums of the rows' squares
-    eps: float

@@ -10,7 +10,7 @@ import torch
 
 from stretto.ops.blocks import MOST_ROWS, Blocks, OneRow, SomeRows
 
-SOME_ROWS = 256  # of the kernel whose tiles come by the copy engine: above, cuBLAS is ahead
+SOME_ROWS = 128  # of the kernel for gated products of some rows: above, cuBLAS is ahead
 HEAD = 32768  # outputs from which a matrix is as long as a vocabulary
 MOST_INPUTS = 8192  # of the kernel for one row
 SMALL = 8 << 20  # elements below which a matrix is read in a few microseconds
@@ -22,7 +22,7 @@ def blocks_for(rows: int, outputs: int, inputs: int, gated: bool, shared: int, c
     if rows == 0:
         return None
     if rows > MOST_ROWS:
-        return some_rows_blocks(rows, outputs, inputs, gated) if copies else None
+        return some_rows_blocks(rows, outputs, inputs, shared) if copies and gated else None
     alone = one_row_blocks(outputs, inputs, gated) if rows == 1 else None
     return alone or few_rows_blocks(rows, outputs, inputs, gated, shared, copies)
 
@@ -48,6 +48,9 @@ def few_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool, shared: i
     `shared` bytes of memory that a program may have."""
     if rows > MOST_ROWS:
         return None
+    copied = _copied_blocks(rows, outputs, inputs, gated) if copies else None
+    if copied is not None and _needs(copied, rows, gated) <= shared:
+        return copied
     if gated:
         wanted = Blocks(64, 128, 4, 4)
     elif outputs >= HEAD:
@@ -59,24 +62,32 @@ def few_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool, shared: i
         wanted = Blocks(32, 256, 4, 2) if rows <= 32 else Blocks(64, 128, 4, 4)
     else:
         wanted = Blocks(16, 256, 4, 2, 4 if rows <= 16 else 2)
-    tokens = max(16, 1 << (rows - 1).bit_length())
-    needed = (wanted.outputs * (1 + gated) + tokens) * wanted.columns * 2 * wanted.stages
     fitting = outputs % wanted.outputs == 0 and inputs % (wanted.columns * wanted.split) == 0
-    return wanted if fitting and inputs >= wanted.ahead and needed <= shared else None
+    return wanted if fitting and inputs >= wanted.ahead and _needs(wanted, rows, gated) <= shared else None
 
 
-def some_rows_blocks(rows: int, outputs: int, inputs: int, gated: bool) -> SomeRows | None:
-    """None where torch's product is as fast, or the sizes do not fit the kernel's blocks. Programs share the inputs of
-    a tile so that a device of 132 multiprocessors is about full."""
-    if rows > SOME_ROWS or outputs * inputs <= SMALL:
-        return None
-    if gated:
-        wanted = SomeRows(64, 64, 3, 8, ahead=64)
+def _copied_blocks(rows: int, outputs: int, inputs: int, gated: bool) -> Blocks | None:
+    """Where it is faster to have the tiles brought by the copy engine: small matrices, and long sums of one row."""
+    if rows == 1 and inputs > MOST_INPUTS and not gated:
+        wanted = Blocks(64, 128, 6, 4, 2, 64, True)
+    elif rows <= 16 and not gated and outputs * inputs <= SMALL:
+        wanted = Blocks(64, 256, 4, 4, 1 if outputs >= 64 * 48 else 4, 64, True)
     else:
-        tiles = outputs // 128
-        split = next((s for s in (4, 3, 2) if tiles * s <= 140 and inputs % (64 * s) == 0), 1)
-        wanted = SomeRows(128, 64, 4, 8, split, ahead=64)
+        return None
     return wanted if outputs % wanted.outputs == 0 and inputs % (wanted.columns * wanted.split) == 0 else None
+
+
+def some_rows_blocks(rows: int, outputs: int, inputs: int, shared: int) -> SomeRows | None:
+    """Of a gated product. None where torch's product and a gate are as fast, or the sizes do not fit the blocks."""
+    wanted = SomeRows(128, 64, 4, 8, ahead=64)
+    fitting = outputs % wanted.outputs == 0 and inputs % wanted.columns == 0 and _needs(wanted, rows, True) <= shared
+    return wanted if rows <= SOME_ROWS and outputs * inputs > SMALL and fitting else None
+
+
+def _needs(blocks: Blocks, rows: int, gated: bool) -> int:
+    """Bytes of shared memory of one program: tiles of the matrix and of the rows, as deep as its pipeline."""
+    tokens = max(16, 1 << (rows - 1).bit_length())
+    return (blocks.outputs * (1 + gated) + tokens) * blocks.columns * 2 * blocks.stages
 
 
 def fits(weight: torch.Tensor) -> bool:

@@ -16,10 +16,8 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.ops.blocks import MOST_ROWS, Ahead, Blocks
+from stretto.ops.blocks import Blocks
 from stretto.ops.triton_launch import ask_for
-
-SQUARES = tl.constexpr(MOST_ROWS)  # distance between the parts of `Ahead.squares`
 
 
 @triton.jit
@@ -88,46 +86,26 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _scale(squares, tokens, m, inputs, parts, eps, PARTS: tl.constexpr):
-    """1 / rms of the rows, [BM], from the parts of the sums of their squares."""
-    part = tl.arange(0, PARTS)
-    at = squares + part[:, None] * SQUARES + tokens[None, :]
-    total = tl.sum(tl.load(at, mask=(part < parts)[:, None] & (tokens < m)[None, :], other=0.0), 0)
-    return tl.rsqrt(total / inputs + eps)
-
-
-@triton.jit
-def _finish(acc, bias, out, tokens, rows, m, n, after, weighted, squares, tile, BIAS: tl.constexpr, ADD: tl.constexpr,
-            AFTER: tl.constexpr):
-    """acc [BN, BM] float32 to its place, with bias and what stands there. AFTER: begins a norm of it, of weights
-    `after`."""
+def _finish(acc, bias, out, tokens, rows, m, n, BIAS: tl.constexpr, ADD: tl.constexpr):
+    """acc [BN, BM] float32 to its place, with bias and what stands there."""
     if BIAS:
         acc += tl.load(bias + rows).to(tl.float32)[:, None]
-    at = tokens[None, :] * n + rows[:, None]
+    to = out + tokens[None, :] * n + rows[:, None]
     keep = (tokens < m)[None, :] & (rows >= 0)[:, None]
     if ADD:
-        acc += tl.load(out + at, mask=keep, other=0.0).to(tl.float32)
-    made = acc.to(out.dtype.element_ty)
-    tl.store(out + at, made, mask=keep)
-    if AFTER:
-        wide = tl.where(keep, made.to(tl.float32), 0.0)
-        y = wide * tl.load(after + rows).to(tl.float32)[:, None]
-        tl.store(weighted + at, y.to(weighted.dtype.element_ty), mask=keep)
-        tl.store(squares + tile * SQUARES + tokens, tl.sum(wide * wide, 0), mask=tokens < m)
+        acc += tl.load(to, mask=keep, other=0.0).to(tl.float32)
+    tl.store(to, acc.to(out.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["m", "parts", "eps"])
-def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, before, after, weighted, squares, m, n,
-                    inputs, x_stride, parts, eps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                    SPLIT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PIECE: tl.constexpr,
-                    BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BEFORE: tl.constexpr,
-                    AFTER: tl.constexpr, COPIES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
-                    UPCAST: tl.constexpr):
+@triton.jit(do_not_specialize=["m"])
+def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, m, n, inputs, x_stride, BM: tl.constexpr,
+                    BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+                    PIECE: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+                    COPIES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """out[m, n] (+)= x[m, inputs] W^T for m <= BM. The weights are the left operand: tiles [BN, BK] x [BK, BM].
 
     SPLIT programs share the inputs of a tile of outputs; the last to arrive adds their sums, in order of the parts.
-    BEFORE (0: no): at least as many as the `parts` of the squares of a norm that x begins (`skinny.Ahead`). AFTER: the
-    results begin another. COPIES: `x_tiles` [BM, BK] and `w_tiles` [BN, BK] are descriptors of x and w."""
+    COPIES: `x_tiles` [BM, BK] and `w_tiles` [BN, BK] are descriptors of x and w."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
     each = inputs // SPLIT
@@ -163,16 +141,12 @@ def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, before
             for s in tl.static_range(SPLIT):  # past the first-level cache, which misses what others wrote
                 acc += tl.load(partial + (tile * SPLIT + s) * (BN * BM) + inside, cache_modifier=".cg")
     if finish:
-        if BEFORE:
-            scale = _scale(before, tokens, m, inputs, parts, eps, BEFORE)
-            acc *= scale[None, :]
-            acc_up *= scale[None, :]
         if GATED:
             if BIAS:
                 acc += tl.load(bias + rows).to(tl.float32)[:, None]
                 acc_up += tl.load(bias + n + rows).to(tl.float32)[:, None]
             acc = _silu(acc) * acc_up
-        _finish(acc, bias, out, tokens, rows, m, n, after, weighted, squares, tile, BIAS and not GATED, ADD, AFTER)
+        _finish(acc, bias, out, tokens, rows, m, n, BIAS and not GATED, ADD)
 
 
 INTERPRETED = isinstance(one_row_kernel, InterpretedFunction)
@@ -191,24 +165,20 @@ def launch_one_row(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: 
 
 
 def launch_few_rows(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: Blocks, pdl: bool,
-                    arrivals: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, add: bool = False,
-                    before: Ahead | None = None, after: tuple[torch.Tensor, Ahead] | None = None) -> None:
+                    arrivals: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False,
+                    add: bool = False) -> None:
     """x [m, inputs] with contiguous rows (a multiple of 16 bytes apart, where tiles are copied), w [outputs (twice if
     gated), inputs] and out [m, outputs] contiguous. arrivals: zeros, int32, one a tile of outputs; they are zeros again
-    afterwards. `before`: x is its `weighted`.
-    `after`: weights of a norm of the results, and where it begins."""
+    afterwards."""
     (m, inputs), n = x.shape, out.shape[1]
     tokens, split = max(16, triton.next_power_of_2(m)), blocks.split
     partial = x if split == 1 else torch.empty(split * n * tokens, dtype=torch.float32, device=x.device)
-    parts = 0 if before is None else len(before.squares)
     tiles = (TensorDescriptor.from_tensor(x, [tokens, blocks.columns]),
              TensorDescriptor.from_tensor(w, [blocks.outputs, blocks.columns])) if blocks.copies else (x, w)
     few_rows_kernel[(n // blocks.outputs, split)](
-        x, w, *tiles, x if bias is None else bias, out, partial, arrivals, x if before is None else before.squares,
-        *((x, x, x) if after is None else (after[0], after[1].weighted, after[1].squares)), m, n, inputs, x.stride(0),
-        parts, 0.0 if before is None else before.eps, BM=tokens, BN=blocks.outputs, BK=blocks.columns, SPLIT=split,
-        STAGES=blocks.stages, AHEAD=blocks.ahead, PIECE=blocks.piece, BIAS=bias is not None, GATED=gated, ADD=add,
-        BEFORE=parts and triton.next_power_of_2(parts), AFTER=after is not None, COPIES=blocks.copies,
-        PDL=pdl, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        x, w, *tiles, x if bias is None else bias, out, partial, arrivals, m, n, inputs, x.stride(0), BM=tokens,
+        BN=blocks.outputs, BK=blocks.columns, SPLIT=split, STAGES=blocks.stages, AHEAD=blocks.ahead, PIECE=blocks.piece,
+        BIAS=bias is not None, GATED=gated, ADD=add, COPIES=blocks.copies, PDL=pdl,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         UPCAST=INTERPRETED and x.dtype == torch.bfloat16, num_warps=blocks.warps,
         **({"launch_pdl": True} if pdl else {}))

@@ -77,6 +77,5 @@ class DraftLayer:
         tokens = x.shape[0]
         qkv = self.qkv(x).view(tokens, -1, self.head_dim)
         attended = attend_heads(attend, self.index, qkv, self.n_heads, rope, self.head_norm)
-        ahead = self.out.add_and_norm(residual, attended.reshape(tokens, -1), self.mlp_norm)
-        self.mlp.add_normed(residual, self.mlp_norm, ahead)
-        return residual
+        self.out.add_to(residual, attended.reshape(tokens, -1))
+        return self.mlp.add_normed(residual, self.mlp_norm)

@@ -21,8 +21,7 @@ ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 def build(kernel, pointers: dict[str, str], constants: dict, options: dict, arch: int) -> int:
     names = kernel.arg_names
-    floats = [n for n in names if n.endswith("_scale") or n == "eps"]
-    rest = {n: "constexpr" if n in constants else "fp32" if n in floats else "i32" for n in names}
+    rest = {n: "constexpr" if n in constants else "fp32" if n.endswith("_scale") else "i32" for n in names}
     aligned = [n for n in names if n in pointers or (n.endswith("_stride") and n != "table_stride")]
     source = ASTSource(kernel, {n: pointers.get(n, rest[n]) for n in names},
                        {(names.index(n),): v for n, v in constants.items()},
@@ -38,16 +37,15 @@ def build_plan(config: KernelConfig, few: FewTokens, window: int, arch: int) -> 
     return build(plan_kernel, pointers, constants, {"num_warps": 4}, arch)
 
 
-def build_attend(kind: int, tile: Tile, args: argparse.Namespace, projected: bool = False) -> int:
+def build_attend(kind: int, tile: Tile, args: argparse.Namespace) -> int:
     data = "*" + args.dtype
     pointers = dict(q=data, k_cache=data, v_cache=data, tables="*i32", items="*i32", counts="*i32", arrivals="*i32",
                     cu_q="*i32", out=data, partial_out="*fp32", partial_lse="*fp32", sinks=data, k_scales="*u8",
-                    v_scales="*u8", rope="*fp32", positions="*i64", cells="*i64", q_weight=data, k_weight=data)
+                    v_scales="*u8")
     constants = dict(KIND=kind, WINDOW=args.window, SOFTCAP=args.softcap, SINKS=args.sinks, PAGE=16, G=4, HEADS_KV=8,
                      D=args.head_dim, BLOCK_D=max(padded(args.head_dim), 16), M=tile.rows, KEYS=tile.keys,
                      STAGES=tile.stages, WORDS=ITEM_WORDS, FIRST=True, PDL=args.arch >= 90,
-                     PRECISION="ieee" if args.dtype == "fp32" else "tf32", UPCAST=False, FP8=False, PROJECTED=projected,
-                     NORM=projected, NEW=8 if projected else 1)
+                     PRECISION="ieee" if args.dtype == "fp32" else "tf32", UPCAST=False, FP8=False)
     options = {"num_warps": tile.warps, "maxnreg": tile.registers}
     return build(attend_kernel, pointers, constants, options, args.arch)
 
@@ -68,9 +66,6 @@ def main() -> None:
     for tile in {few.tile for few in config.few}:
         shared = build_attend(1, tile, args)
         print(json.dumps({f"few {tile.keys}": shared, f"few {tile.keys} of all programs": tile.programs * shared}))
-        shared = build_attend(1, tile, args, projected=True)
-        print(json.dumps({f"projected {tile.keys}": shared,
-                          f"projected {tile.keys} of all programs": tile.programs * shared}))
 
 
 if __name__ == "__main__":

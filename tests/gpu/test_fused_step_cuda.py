@@ -1,9 +1,9 @@
-"""A whole step of a bfloat16 model with everything fused equals the same step launch by launch: norms that begin where
-their input is made, rotation and writes inside attention, products by the copy engine."""
+"""A whole step of a bfloat16 model with the products of `ops.skinny` equals the same step by torch's products: norms,
+gates and residuals inside the products, tiles by the copy engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +11,11 @@ import torch.nn.functional as F
 
 from benchmarks.engine_gpu import LLAMA, QWEN, SHAPES
 from benchmarks.step_gpu import Lab, Rows, decode, make_lab, verify
-from stretto.attn import triton_ragged
 from stretto.device.graphs import bucketed
+from stretto.model import matrix
 from stretto.model.matrix import CudaMatrix
-from stretto.ops import skinny
+from stretto.ops.blocks import Blocks, OneRow, SomeRows
+from stretto.ops.skinny import blocks_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -35,12 +36,8 @@ def lab(request) -> Lab:
 
 
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every part on its own, by torch's products."""
-    def add(self: CudaMatrix, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float) -> None:
-        self.add_to(residual, x)
-    monkeypatch.setattr(CudaMatrix, "add_and_norm", add)
+    """Every product by torch, with norms and gates of their own."""
     monkeypatch.setattr(CudaMatrix, "_blocks", lambda *_: None)
-    monkeypatch.setattr(triton_ragged, "MOST_PROJECTED", -1)
 
 
 @torch.inference_mode()
@@ -77,24 +74,16 @@ def test_fused_equals_plain(lab: Lab, rows: list[Rows], monkeypatch: pytest.Monk
         close(mine, its, 2e-2)
 
 
-def test_everything_is_used(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_kernels_are_used(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above compares what it says."""
     seen: set[str] = set()
 
-    def spy(owner: object, name: str, note: Callable[[object], str | None]) -> None:
-        inner = getattr(owner, name)
-
-        def outer(*args, **kwargs):
-            found = inner(*args, **kwargs)
-            if said := note(found):
-                seen.add(said)
-            return found
-        monkeypatch.setattr(owner, name, outer)
-
-    spy(CudaMatrix, "add_and_norm", lambda found: "ahead" if found is not None else None)
-    spy(triton_ragged.TritonRagged, "attend_projected", lambda found: "projected")
-    spy(skinny, "some_rows_blocks", lambda found: "some rows" if found is not None else None)
-    result(lab, [decode(8, 100)])
-    assert seen == {"ahead", "projected"}
-    result(lab, [decode(130, 33)])
-    assert "some rows" in seen or not CudaMatrix(torch.zeros(64, 64, device="cuda").bfloat16())._pdl
+    def noted(*sizes: Any, **options: Any) -> Blocks | None:
+        found = blocks_for(*sizes, **options)
+        seen.add(type(found).__name__)
+        return found
+    monkeypatch.setattr(matrix, "blocks_for", noted)
+    for rows, kind in (([decode(1, 100)], OneRow), ([decode(8, 100)], Blocks), ([decode(100, 33)], SomeRows)):
+        seen.clear()
+        result(lab, rows)
+        assert kind.__name__ in seen

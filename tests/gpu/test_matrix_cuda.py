@@ -18,7 +18,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
     assert error < 6e-3, error
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 17, 64, 65, 200])
+@pytest.mark.parametrize("rows", [1, 2, 8, 17, 64, 65, 128, 129])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products(shape: tuple[int, int], rows: int) -> None:
     torch.manual_seed(rows)
@@ -42,7 +42,7 @@ def test_products(shape: tuple[int, int], rows: int) -> None:
             close(matrix.normed(x, norm, 1e-5, act), function(first) * second)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64, 200])
+@pytest.mark.parametrize("rows", [1, 8, 64, 100])
 def test_a_chain_in_a_graph_equals_the_same_chain_launched(rows: int) -> None:
     """Launches that overlap (programmatic dependent launch) keep their order, replay after replay."""
     torch.manual_seed(0)
@@ -52,10 +52,9 @@ def test_a_chain_in_a_graph_equals_the_same_chain_launched(rows: int) -> None:
     norm, start = torch.ones(2048, device="cuda").bfloat16(), torch.randn(rows, 2048, device="cuda").bfloat16()
 
     def chain() -> torch.Tensor:
-        hidden, ahead = start.clone(), None
+        hidden = start.clone()
         for _ in range(12):
-            ahead = down.add_and_norm(hidden, up.normed(hidden, norm, 1e-5, "silu", ahead), norm, 1e-5)
-        assert (ahead is not None) == (rows in (8, 64))
+            down.add_to(hidden, up.normed(hidden, norm, 1e-5, "silu"))
         return hidden
     want = chain()
     torch.cuda.synchronize()
@@ -66,21 +65,3 @@ def test_a_chain_in_a_graph_equals_the_same_chain_launched(rows: int) -> None:
         got.fill_(float("nan"))
         graph.replay()
         assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 40, 64, 65])
-def test_a_norm_that_begins_early_is_the_norm(rows: int) -> None:
-    torch.manual_seed(rows)
-    out = best_matrix(torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16) * 0.02)
-    up = best_matrix(torch.randn(6144, 4096, device="cuda", dtype=torch.bfloat16) * 0.02)
-    assert isinstance(out, CudaMatrix) and isinstance(up, CudaMatrix)
-    norm, x = torch.randn(4096, device="cuda").bfloat16(), torch.randn(rows, 2048, device="cuda").bfloat16()
-    residual = torch.randn(rows, 4096, device="cuda").bfloat16() * torch.logspace(-2, 2, rows, device="cuda")[:, None]
-    residual = residual.bfloat16()
-    plain = out.add_to(residual.clone(), x)
-    ahead = out.add_and_norm(residual, x, norm, 1e-5)
-    assert torch.equal(residual, plain)
-    for act in (None, "silu", "gelu"):
-        got, want = up.normed(residual, norm, 1e-5, act, ahead), up.normed(residual, norm, 1e-5, act)
-        for row in range(rows):
-            close(got[row], want[row].double())

@@ -29,8 +29,8 @@ from stretto.ops import (
 )
 
 DATA = ("x", "w", "norm", "bias", "out", "weight", "gate_up", "q_weight", "k_weight", "k_cache", "v_cache",
-        "after", "weighted", "x_tiles", "w_tiles")
-FLOATS = ("table", "reals", "logits", "values", "partial", "before", "squares")
+        "x_tiles", "w_tiles")
+FLOATS = ("table", "reals", "logits", "values", "partial")
 LONGS = ("positions", "cells", "slots", "ids", "sampled", "token_rows", "out_tokens", "out_rows", "offered")
 INTS = ("rows", "ints", "base", "q_len", "kv_len", "n_out", "cu_q", "cu_out", "log", "arrivals", "step_n_out", "stops",
         "n_new", "accepted", "known", "length", "ndraft", "offer_width", "wants")
@@ -75,9 +75,14 @@ def packed_kernels(arch: int, pdl: bool):
                                                          EXPERTS=32, BIAS=True, UPCAST=False), 8, arch,
             types | dict(bounds="*i64", rows_in="*i64", rows_out="*i64"))
         options["PDL"] = pdl
-        yield f"{kind} by few rows", build(
-            triton_packed.few_rows_kernel, options | dict(BIAS=True, ADD=True, ROW_SCALES=False, BM=64, BN=64,
-                                                          BK=columns, STAGES=4, UPCAST=False), 4, arch, types)
+        few = dict(GROUP=group, BIAS=True, ADD=True, BM=64, BN=32, PARTS=4, STAGES=4, PDL=pdl, UPCAST=False)
+        if kind == "int4":
+            yield "int4 by few rows", build(triton_packed.few_nibbles_kernel, few | dict(FLUSH=32), 4, arch,
+                                            types | {"pairs": "*i32", "x_sums": "*fp32"})
+        else:
+            floats = types | {"scales": "*fp32", "offsets": "*fp32", "x_sums": "*fp32"}
+            some = dict(OFFSETS=False, ROW_SCALES=False, PART=columns)
+            yield f"{kind} by few rows", build(triton_packed.few_bytes_kernel, few | some, 4, arch, floats)
         yield f"{kind} to numbers", build(triton_packed.dequantize_kernel, options | dict(BK=1024), 4, arch, types)
     if arch >= 89:
         yield "write of 8-bit cells", build(
@@ -100,7 +105,7 @@ def skinny_kernels(arch: int, pdl: bool):
             yield f"{rows} rows of {inputs} to {outputs}", build(
                 triton_skinny.few_rows_kernel,
                 options | dict(BM=rows, BN=blocks.outputs, BK=blocks.columns, SPLIT=blocks.split, GATED=gated,
-                               BEFORE=64, AFTER=not gated, COPIES=False, STAGES=blocks.stages, AHEAD=blocks.ahead,
+                               COPIES=False, STAGES=blocks.stages, AHEAD=blocks.ahead,
                                PIECE=blocks.piece, PRECISION="tf32", UPCAST=False), blocks.warps, arch, {})
 
 
@@ -123,7 +128,7 @@ def tile_kernels(arch: int, pdl: bool):
                                                    tiles(sizes))
     for rows in (16, 64):
         sizes = dict(BM=rows, BN=64, BK=128, SPLIT=2, STAGES=4, AHEAD=64, PIECE=32, BIAS=True, GATED=False, ADD=True,
-                     BEFORE=64, AFTER=True, COPIES=True, PDL=pdl, PRECISION="tf32", UPCAST=False)
+                     COPIES=True, PDL=pdl, PRECISION="tf32", UPCAST=False)
         yield f"few rows, {rows}, copied", build(triton_skinny.few_rows_kernel, sizes, 4, arch, tiles(sizes))
     for rows in (128, 256):
         for gated in (False, True):

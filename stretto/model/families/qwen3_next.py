@@ -25,7 +25,6 @@ from stretto.model.families.moe import separate_experts
 from stretto.model.layers import GatedMLP, Linear, RMSNorm
 from stretto.model.shard import Shard, rows_of
 from stretto.model.weights import Weights
-from stretto.ops.blocks import Ahead
 from stretto.ops.fixed import by_rows
 from stretto.ops.layer import Rope
 from stretto.ops.recurrent import StepStates, causal_conv, gated_delta_rule
@@ -88,8 +87,7 @@ class GatedDeltaNet:
                                  for part in ("A_log", "dt_bias"))
         self.norm = w.take(f"{name}.norm.weight", s.v_dim)
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend,
-                 ahead: Ahead | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend) -> torch.Tensor:
         s, states = self.sizes, getattr(attend, "states", None)
         assert isinstance(states, StepStates), "this model's layers keep states, and the step brings no memory for them"
         conv, delta = states.parts[self.index]
