@@ -18,7 +18,7 @@ from stretto.ops.attend import StepAttention
 from stretto.ragged import RaggedStep
 from stretto.spec.api import DrafterCaps, Offer, SlotView
 from stretto.spec.context import DrafterContext
-from stretto.spec.steps import StreamKV, extension, one_more, stream_of
+from stretto.spec.steps import StreamKV, extension, one_by_one, stream_of
 
 
 class ChainModel(Protocol):
@@ -102,10 +102,10 @@ class ChainDrafter:
         at, stream, length = self.last[where], self.stream.take(rows), length[where]
         hidden = self.hidden[at]
         features = None if self.following is None else self.following[at]
+        steps = one_by_one(stream, length, out.shape[1] - 1, self.most)
         for ahead in range(out.shape[1]):
             if ahead:
-                hidden, features = self._forward(one_more(stream, length, ahead, self.most), out[where, ahead - 1],
-                                                 features)
+                hidden, features = self._forward(steps[ahead - 1], out[where, ahead - 1], features)
             out[where, ahead] = self.choose(self.model.logits(hidden), rows, ahead)
 
     def _forward(self, step: RaggedStep, ids: torch.Tensor,

@@ -127,16 +127,21 @@ def extension(step: RaggedStep, stream: Stream, length: torch.Tensor, stands: to
     return Extension(ragged, row, cell, last)
 
 
-def one_more(stream: Stream, length: torch.Tensor, ahead: int, most: int) -> RaggedStep:
-    """One item a row, at cell length + ahead: the drafter's own last proposal. `stream` and `length` are of N rows."""
+def one_by_one(stream: Stream, length: torch.Tensor, count: int, most: int) -> list[RaggedStep]:
+    """`count` steps of one item a row, at the cells length + 1, length + 2, ...: the drafter's own proposals. `stream`
+    and `length` are of N rows. All are made at once: on a device each operation costs a launch, however small it is."""
     n, device = len(length), length.device
-    cell = length.long() + ahead
+    cell = length.long() + torch.arange(1, count + 1, device=device)[:, None]  # [count, N]
     item = cell - stream.shift
     cells = stream.cells(stream.owners, cell, item < most)
-    ones = torch.ones(n, dtype=torch.int32, device=device)
-    starts = torch.arange(n + 1, dtype=torch.int32, device=device)
-    return _ragged(stream, ones, starts, item.to(torch.int32), item.clamp(max=most - 1),
-                   torch.arange(n, device=device), cells)
+    base, positions = item.to(torch.int32), item.clamp(max=most - 1)
+    kv_len, ones = base + 1, torch.ones(n, dtype=torch.int32, device=device)
+    starts, rows = torch.arange(n + 1, dtype=torch.int32, device=device), torch.arange(n, device=device)
+    zeros, none = torch.zeros_like(starts), rows[:0]
+    return [RaggedStep(
+        slots=stream.slots, q_len=ones, cu_q=starts, base=base[i], kv_len=kv_len[i], n_out=zeros[:n], cu_out=zeros,
+        ids=positions[i], positions=positions[i], rows=rows, cells=tuple(c[i] for c in cells), out_tokens=none,
+        out_rows=none, page_tables=stream.tables, page_size=stream.page_size) for i in range(count)]
 
 
 def block(stream: Stream, length: torch.Tensor, size: int, most: int) -> RaggedStep:
