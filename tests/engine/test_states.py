@@ -7,6 +7,10 @@ from functools import cache, partial
 import pytest
 import torch
 
+from stretto.compat import ConfigError
+from stretto.config import Config, KVSection, ModelSection
+from stretto.engine.llm import LLM
+from stretto.engine.prepare import prepare
 from stretto.params import SamplingParams
 from stretto.protocol import CloseSession, Request, SessionTurn
 from stretto.spec.context import DrafterError, Target
@@ -16,6 +20,7 @@ from stretto.text.stream import IncrementalText
 from tests.engine.small import CONTEXT, VOCAB, Oracle, Run, greedy, make_core, save_tiny
 from tests.engine.test_oracle import PROMPTS
 from tests.serve.fakes import ByteTokenizer
+from tests.text.vocabularies import byte_level
 
 NEW = 20
 STEM = [7, 3, 250, 9, 12] * 14
@@ -148,3 +153,25 @@ def test_a_draft_model_with_states_is_refused(tmp_path) -> None:
     target = Target("target", tmp_path, VOCAB, 64, 3, CONTEXT)
     with pytest.raises(DrafterError, match="some of its layers keep states, and a drafter's memory is made of cells"):
         drafter_sizes(f"standalone:{tmp_path / 'draft'}", target)
+
+
+def test_from_a_folder_to_a_conversation(tmp_path) -> None:
+    """Start-up counts the states, and says what a sequence goes on from."""
+    reference = save_tiny(tmp_path, "qwen3_next")
+    byte_level(VOCAB).save(str(tmp_path / "tokenizer.json"))
+    with LLM(str(tmp_path), max_model_len=200, kv_tokens=2048, max_num_seqs=4, dtype="float32",
+             state_interval=32) as llm:
+        kv = llm.info.server_info["kv"]
+        assert kv["windows"] == [None, "state"] and kv["pages"] == [129, 66]
+        told = {one["feature"]: one["now"] for one in llm.info.server_info["features"]}
+        assert told["state_interval"] == "32"
+        first = llm.generate([STEM[:50]], greedy(8, ignore_eos=True))[0]
+        assert first.token_ids == Oracle(llm, reference).answer(STEM[:50], 8)  # type: ignore[arg-type]
+        again = llm.generate([STEM[:50]], greedy(8, ignore_eos=True))[0]
+        assert again.token_ids == first.token_ids and again.usage is not None and again.usage.cached_tokens == 32
+
+
+def test_an_interval_needs_layers_that_keep_states(tmp_path) -> None:
+    save_tiny(tmp_path, "llama")
+    with pytest.raises(ConfigError, match=r"--state-interval 32 does not work with model .*: none of its layers keeps"):
+        prepare(Config(ModelSection(str(tmp_path)), KVSection(state_interval=32)))
