@@ -46,8 +46,8 @@ def scan_points(file: dict) -> list[Point]:
 
 
 def table_points(file: dict) -> list[Point]:
-    """Decode steps, prompts, and steps with a chunk. A decode step that took much longer than its bare replay waited for
-    the host; then the replay counts."""
+    """Decode steps, prompts, and steps with a chunk. A decode step that took much longer than its bare replay waited
+    for the host; then the replay counts."""
     found = []
     for figure in file["figures"]:
         shape = SHAPES.get(figure["what"].split()[0].strip(","))

@@ -198,7 +198,7 @@ class Fleet:
             await _killed(process)
 
     async def _becomes_ready(self, replica: _Replica) -> bool:
-        """False where it ends before."""
+        """False where it ends before, or is ended since it takes too long."""
         ends = time.monotonic() + START_SECONDS
         async with httpx.AsyncClient(trust_env=False, timeout=5) as http:
             while replica.alive and time.monotonic() < ends:
@@ -206,6 +206,9 @@ class Fleet:
                     if (await http.get(f"{replica.place.url}/readyz")).status_code == 200:
                         return True
                 await asyncio.sleep(POLL_SECONDS)
+        if replica.alive and not self._stopping.is_set():
+            log.error("replica %d was not ready after %g s", replica.place.index, START_SECONDS)
+            replica.signal(signal.SIGKILL)
         return False
 
     async def _introduce(self, replica: _Replica) -> None:

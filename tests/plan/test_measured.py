@@ -1,5 +1,5 @@
 """The planner's predictions beside what was measured on an H200 (docs/benchmarks.md): steps and throughput within 15 %
-(20 % of a small model), first tokens within 15 to 25 %, time between tokens within 15 % in the middle and 30 % at p90."""
+(20 % of a small model), first tokens within 15 to 25 %, next tokens within 15 % in the middle and 30 % at p90."""
 
 from __future__ import annotations
 
