@@ -308,7 +308,7 @@ class CudaDevice:
             self.graphs.warm_up(shapes, progress)
 
     def launch(self, packed: np.ndarray) -> None:
-        pinned = torch.from_numpy(packed).pin_memory()
+        pinned = _pinned(packed)
         began = self.moves.before(packed) if self.moves is not None else None
         with torch.cuda.stream(self.steps):
             output = self.runner.begin(pinned.numpy())
@@ -320,7 +320,7 @@ class CudaDevice:
     def mask(self, packed: np.ndarray) -> None:
         assert self.half is not None, "no plan waits for a mask"
         (half, plan), self.half = self.half, None
-        pinned = torch.from_numpy(packed).pin_memory()
+        pinned = _pinned(packed)
         with torch.cuda.stream(self.steps):
             output = self.runner.end(half, pinned.numpy())
         self._send_home(output, (plan, pinned))
@@ -370,6 +370,14 @@ class CudaDevice:
         self.steps.synchronize()
         self.copies.synchronize()
         self.graphs.clear()
+
+
+def _pinned(packed: np.ndarray) -> torch.Tensor:
+    """A copy in pinned memory. Made by numpy, on this thread: torch's own copy of a megabyte of masks wakes a thread
+    for every 32,768 numbers and waits for the slowest of them, which on a busy machine may take as long as a step."""
+    made = torch.empty(packed.shape, dtype=torch.int32, pin_memory=True)
+    np.copyto(made.numpy(), packed)
+    return made
 
 
 def make_device(runner: Runner, overlap: bool, graphs: bool = True) -> DeviceHalf:

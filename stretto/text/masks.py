@@ -50,12 +50,13 @@ class MaskMaker:
         self._pool: ThreadPoolExecutor | None = None
         self._alone: LLExecutor | None = None  # asked for one row at a time, which it makes on the thread that asks
         self.slow: list[list[int]] = []
+        self._bits = np.empty((0, self._words), dtype=np.int32)
 
     def make(self, seq: int, n_rows: int, asks: Sequence[MaskAsk]) -> tuple[LateMask, list[int]]:
-        """The mask of a plan with so many rows, and the rows that nothing may follow."""
+        """The mask of a plan with so many rows, good until the next one is made; and rows that nothing may follow."""
         sizes = [1 + len(ask.drafts) for ask in asks]
         index = np.full((n_rows, max(sizes, default=1)), -1, dtype=np.int32)
-        bits = np.full((sum(sizes), self._words), -1, dtype=np.int32)
+        bits = self._room(sum(sizes))
         starts = [0, *np.cumsum(sizes).tolist()]
         for ask, start, size in zip(asks, starts, sizes):
             index[ask.row, :size] = np.arange(start, start + size)
@@ -64,6 +65,14 @@ class MaskMaker:
         for ask, start, size in zip(asks, starts, sizes):
             _withhold(bits[start : start + min(ask.withheld, size)], ask.stop_ids)
         return LateMask(seq, index, bits), stuck
+
+    def _room(self, n: int) -> np.ndarray:
+        """[n, words], all bits set: memory that stays, since new memory costs as much as the masks."""
+        if len(self._bits) < n:
+            self._bits = np.empty((n, self._words), dtype=np.int32)
+        bits = self._bits[:n]
+        bits.fill(-1)
+        return bits
 
     def _fill(self, asks: Sequence[MaskAsk], starts: Sequence[int], bits: np.ndarray) -> None:
         self.slow, began = [], time.perf_counter()
