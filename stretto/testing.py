@@ -161,15 +161,14 @@ def make_engine(model: CausalModel, drafter: str | Drafter | None, target: Targe
 
 
 def _backend(model: CausalModel, setup: Setup) -> AttentionBackend:
+    fixed = getattr(model, "fixed", False)
     if setup.attention == "triton":
         from stretto.attn.triton_ragged import TritonRagged  # imports triton, which installations for CPU may lack
 
-        return TritonRagged(model.device, model.dtype)
-    if setup.attention is None and getattr(model, "fixed", False):
-        return choose_backend(model.layers, setup.page_size, model.device, model.dtype, fixed=True)
-    if setup.attention == "torch":
+        return TritonRagged(model.device, model.dtype, fixed=fixed)
+    if setup.attention == "torch" and not fixed:
         return TorchRagged()
-    return choose_backend(model.layers, setup.page_size, model.device, model.dtype)
+    return choose_backend(model.layers, setup.page_size, model.device, model.dtype, fixed=fixed)
 
 
 def run(engine: EngineCore, asks: Sequence[Ask], later: Sequence[Ask] = (), most: int = 50_000) -> dict[str, Answer]:

@@ -191,9 +191,9 @@ HEAD, TAIL = range(5, 15), range(140, 150)
 
 @some("ngram")
 def test_the_last_turns_cost_no_more_than_the_first(labs, drafter) -> None:
-    """150 turns of eight sessions: each feeds its two new ids and the one that had no KV yet, and no other; and the host
-    works no more for a turn with 600 ids of history than for one with 30 (what it does, and what travels to the device,
-    is counted exactly in tests/host/test_turn_cost.py). `benchmarks/session_turns.py` takes the time."""
+    """150 turns of eight sessions: each feeds its two new ids and the one that had no KV yet, and no other; and the
+    host works no more for a turn with 600 ids of history than for one with 30 (what it does, and what travels to the
+    device, is counted exactly in tests/host/test_turn_cost.py). `benchmarks/session_turns.py` takes the time."""
     chats = Chats(labs(), drafter, page_size=16, chunk=256, budget=512, pool_tokens=8 * 640, poison=False)
     fed, work = [], []
     for turn in range(TAIL.stop):

@@ -1,4 +1,4 @@
-"""Grammars under every drafter that has weights: always valid, the text of an engine without drafter, drafts checked
+"""Grammars under every drafter: always valid, the text of an engine without drafter, drafts checked
 against the grammar, forced text jumped, and no mask that the device had to wait for."""
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from stretto.testing import Answer, Ask, Setup, make_engine, run
 from stretto.text.grammar import vocabulary
 from tests.serve.fakes import EOS, ByteTokenizer
 from tests.spec import checkpoints as made
+from tests.spec.suffix_trees import install
 
 FORMS = ["([a-f]{5}-){4}", "[ab]the only way to say it[ab] goes on as it must[ab]", "(yes|no)(, (yes|no)){3}"]
 KINDS = {"eagle": made.eagle, "eagle3": made.eagle3, "dflash": made.dflash, "dspark": made.dspark}
@@ -27,13 +28,13 @@ PROMPT = list(b"Write: ")
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> made.TinyTarget:
-    return made.make_target(tmp_path_factory.mktemp("target"))
+    return made.make_target(tmp_path_factory.mktemp("target"), mtp=made.mtp("deepseek"))
 
 
 @pytest.fixture(scope="module")
 def drafters(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafters")
-    kept = {"ngram": "ngram", "standalone": f"standalone:{tiny.target.path}"}
+    kept = {"ngram": "ngram", "suffix": "suffix", "mtp": "mtp", "standalone": f"standalone:{tiny.target.path}"}
 
     def get(kind: str) -> str:
         if kind not in kept:
@@ -76,9 +77,11 @@ def plain(tiny) -> dict[str, Answer]:
 
 @pytest.mark.parametrize(("kind", "setup"), [
     pytest.param(kind, setup, marks=() if (kind, setup) in {
-        ("eagle3", "mixed"), ("dflash", "overlap"), ("standalone", "retracted")} else pytest.mark.full)
-    for kind in ("ngram", "standalone", *KINDS) for setup in SETUPS])
-def test_every_drafter(tiny, drafters, plain, kind: str, setup: str) -> None:
+        ("eagle3", "mixed"), ("dflash", "overlap"), ("standalone", "retracted"), ("mtp", "mixed"),
+        ("suffix", "overlap")} else pytest.mark.full)
+    for kind in ("ngram", "suffix", "standalone", "mtp", *KINDS) for setup in SETUPS])
+def test_every_drafter(tiny, drafters, plain, monkeypatch, kind: str, setup: str) -> None:
+    install(monkeypatch)
     core = engine(tiny, drafters(kind), SETUPS[setup])
     listed = asks()
     answers = run(core, listed[:5], listed[5:])

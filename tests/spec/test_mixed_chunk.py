@@ -39,6 +39,7 @@ from stretto.testing import (
 )
 from stretto.text.tokenizer import load_tokenizer
 from tests.spec import checkpoints as made
+from tests.spec.suffix_trees import install
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared/data"
 STORIES, GSM8K = SHARED / "models/stories260k", SHARED / "eval/gsm8k/test.jsonl"
@@ -97,10 +98,11 @@ def check(bench: Bench, chunk: int, overlap: bool, policy: str, least: float) ->
     counted, unmixed = counters(engine), bench.unmixed[overlap]
     for rid, answer in bench.plain.items():
         assert mixed[rid].token_ids == unmixed[rid].token_ids == answer.token_ids, f"request {rid}"
-    assert counted["mixed_steps"] > 3 and counted["tail_rows"] > 5 and counted["drafted"] > 20
+    assert counted["mixed_steps"] > 3 and counted["tail_rows"] > 5
+    assert counted["drafted"] > (20 if bench.lab.steady else 2)  # a host's drafts come late, to rows of one token
     assert (counted["tail_tokens"] == counted["tail_rows"]) == (policy == "one_in_mixed")
     assert same_offers(bench.lab, mixed, unmixed, "mixed steps") > 5
-    if policy == "full":
+    if policy == "full" and bench.lab.steady:
         assert drafts_of(mixed) == drafts_of(unmixed), "acceptance depends on mixing"
     assert counted["accepted"] >= least * counted["drafted"]
 
@@ -119,23 +121,25 @@ def questions(n: int, length: int) -> list[str]:
 def tiny(tmp_path_factory):
     """kind -> bench; made when first asked for."""
     folder, kept = tmp_path_factory.mktemp("mixed"), dict[str, Bench]()
-    target = made.make_target(folder / "target")
+    target = made.make_target(folder / "target", mtp=made.mtp("deepseek"))
     prompts = [[ord(char) % made.VOCAB for char in text] for text in questions(6, 150)]
 
     def get(kind: str) -> Bench:
         if kind not in kept:
             own = {"eagle": made.eagle, "eagle3": made.eagle3, "dflash": made.dflash, "dspark": made.dspark}
             path = target.target.path if kind == "standalone" else own[kind](folder / kind)[0] if kind in own else None
-            kept[kind] = Bench(Lab(target.model, target.target, f"{kind}:{path}" if path else kind), prompts, 256, 20)
+            lab = Lab(target.model, target.target, f"{kind}:{path}" if path else kind, steady=kind != "suffix")
+            kept[kind] = Bench(lab, prompts, 256, 20)
         return kept[kind]
     return get
 
 
 @pytest.mark.parametrize(("kind", "least"), [("standalone", 1.0), ("ngram", 0.0), ("eagle", 0.0), ("eagle3", 0.0),
-                                             ("dflash", 0.0), ("dspark", 0.0)])
+                                             ("dflash", 0.0), ("dspark", 0.0), ("mtp", 0.0), ("suffix", 0.0)])
 @pytest.mark.parametrize(("chunk", "overlap", "policy"), [
     pytest.param(*cell, marks=() if cell == (32, True, "one_in_mixed") else pytest.mark.full) for cell in CELLS])
-def test_every_drafter(tiny, kind: str, least: float, chunk: int, overlap: bool, policy: str) -> None:
+def test_every_drafter(tiny, monkeypatch, kind: str, least: float, chunk: int, overlap: bool, policy: str) -> None:
+    install(monkeypatch)
     check(tiny(kind), chunk, overlap, policy, least)
 
 
