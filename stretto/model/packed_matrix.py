@@ -47,6 +47,8 @@ def _on_cuda(layout: Layout, inputs: int) -> bool:
     if layout.kind == "fp8" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         return False
     group = layout.group
+    if layout.kind == "fp4":  # of experts alone
+        return inputs % 64 == 0
     return inputs % 64 == 0 and group % 32 == 0 and (group == inputs or group & (group - 1) == 0)
 
 
@@ -140,7 +142,9 @@ class PackedCudaMatrix:
     """Few rows are multiplied by the codes, many by numbers that are made of them for the occasion."""
 
     def __init__(self, weight: Packed, bias: torch.Tensor | None = None):
-        self._weight, self._bias = weight, bias
+        from stretto.ops.triton_packed import by_groups
+
+        self._weight, self._bias, self._scales = weight, bias, by_groups(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._into(x, x.dtype)
@@ -166,7 +170,8 @@ class PackedCudaMatrix:
     def _few(self, x: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
         from stretto.ops.triton_packed import launch_few_rows
 
-        launch_few_rows(x if x.stride(1) == 1 else x.contiguous(), self._weight, out, self._bias, add)
+        launch_few_rows(x if x.stride(1) == 1 else x.contiguous(), self._weight, out, self._bias, add,
+                        scales=self._scales)
 
     def _many(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from stretto.ops.triton_packed import launch_dequantize
@@ -183,7 +188,7 @@ class EightBitMatrix(PackedCudaMatrix):
         from stretto.ops.triton_packed import launch_few_rows, round_rows
 
         codes, scales = round_rows(x if x.stride(1) == 1 else x.contiguous())
-        launch_few_rows(codes, self._weight, out, self._bias, add, scales)
+        launch_few_rows(codes, self._weight, out, self._bias, add, scales, scales=self._scales)
 
     def _many(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from stretto.ops.triton_packed import round_rows

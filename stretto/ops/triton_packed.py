@@ -1,10 +1,12 @@
-"""Triton kernels for weights that stay packed (`packed.py`): times few rows, made into numbers again, and the rounding
-of rows to e4m3. Imported only where they are going to run.
+"""Triton kernels for weights that stay packed (`packed.py`): times few rows, times the rows of experts, made into
+numbers again, and the rounding of rows to e4m3. Imported only where they are going to run.
 
-Codes are small whole numbers or e4m3, which 16-bit types hold exactly. So they are multiplied as they are, and each
-group's sums by its scale; an offset of a group is multiplied by the sum of the inputs of that group:
+Few rows only stream the weights, so little may be done to each number. Codes are multiplied as they are, and the sums
+of a group by its scale; an offset of a group is multiplied by the sum of its inputs. Four bits become a 16-bit number
+by being put below a constant that makes it 128 + code (bfloat16) or 1024 + code (float16); the constant is taken out
+with the offset:
 
-    out = sum over groups of  scale * (codes x) + offset * sum(x)
+    out = sum over groups of   scale * (numbers x)  +  (offset - scale * (8 + constant)) * sum(x)
 
 The order of summing an output is the same whatever the rows beside it.
 """
@@ -18,21 +20,24 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-from stretto.ops.launch import dependent, overlaps
+from stretto.ops.launch import dependent, overlaps, shared_memory
 from stretto.ops.packed import BLOCK, Packed
 from stretto.ops.triton_fp8 import rounded
 from stretto.ops.triton_grouped import block_of
 from stretto.ops.triton_launch import begin
 
 HALF = tl.constexpr(BLOCK // 2)
+STAGES = 4
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """One launch: each program makes `outputs` outputs of every row, reading `columns` columns of W at a time."""
+    """One launch: each program makes `outputs` outputs of every row, reading `parts` times `part` columns of W at a
+    time."""
 
     outputs: int
-    columns: int
+    part: int
+    parts: int
     stages: int
     warps: int
 
@@ -58,64 +63,84 @@ def _number(code, FP4: tl.constexpr):
 
 
 @triton.jit
-def _group(scales, offsets, groups, index, x, sums, OFFSETS: tl.constexpr):
-    """What a group adds to the outputs: its sums [BN, BM] by scale, and the sum of its inputs x [K, BM] by offset."""
-    made = sums * tl.load(scales + groups + index).to(tl.float32)[:, None]
-    if OFFSETS:
-        made += tl.load(offsets + groups + index).to(tl.float32)[:, None] * tl.sum(x.to(tl.float32), 0)[None, :]
-    return made
+def _number(code, FP4: tl.constexpr):
+    """Of four bits, as float32."""
+    if FP4:  # sign, two bits of exponent, one of fraction
+        m = (code & 7).to(tl.float32)
+        m = tl.where(m < 4, m * 0.5, tl.where(m < 6, m - 2.0, m * 2.0 - 8.0))
+        return tl.where(code >= 8, -m, m)
+    else:
+        return code.to(tl.float32) - 8.0
+
+
+@triton.jit
+def _above(code, DTYPE: tl.constexpr):
+    """Four bits as the 16-bit number that is larger by 128 (bfloat16) or 1024 (float16): no rounding, no conversion."""
+    MAGIC: tl.constexpr = 0x4300 if tl.bfloat16 == DTYPE else 0x6400
+    return (code.to(tl.int16) | MAGIC).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def _scale_and_offset(pairs, at, DTYPE: tl.constexpr):
+    """Of rows [BN], both float32."""
+    pair = tl.load(pairs + at)
+    scale = (pair & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return scale, (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["m"])
-def few_rows_kernel(x, codes, scales, offsets, bias, row_scales, out, m, n, inputs, x_stride, NIBBLES: tl.constexpr,
-                    FP4: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr,
-                    ADD: tl.constexpr, ROW_SCALES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                    STAGES: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr):
-    """out[m, n] (+)= x[m, inputs] W^T for m <= BM. GROUP: columns that share a scale, 0: all of a row. ROW_SCALES: x is
-    e4m3, with a scale for each row."""
+def few_nibbles_kernel(x, x_sums, codes, pairs, bias, out, m, n, inputs, x_stride, GROUP: tl.constexpr,
+                       FLUSH: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                       PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr):
+    """out[m, n] (+)= x[m, inputs] W^T for m <= BM, int4 codes. x_sums: `sums_kernel`'s, of FLUSH columns (0: of all).
+    pairs [groups, n] int32: a scale in the low 16 bits, an offset in the high ones. PARTS blocks of 64 columns in one
+    turn of the loop; sums are scaled every FLUSH columns, which lie in one group (0: at the end)."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    ABOVE: tl.constexpr = 136.0 if tl.bfloat16 == DTYPE else 1032.0
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     tokens = tl.arange(0, BM)
-    groups = rows.to(tl.int64) * (inputs // GROUP if GROUP > 0 else 1)
-    x_row = x + tl.minimum(tokens, m - 1)[None, :] * x_stride
+    byte = tl.arange(0, HALF)
+    x_at = x + tl.minimum(tokens, m - 1)[None, :] * x_stride + byte[:, None]
+    at = codes + rows.to(tl.int64)[:, None] * (inputs // 2) + byte[None, :]
     acc = tl.zeros((BN, BM), tl.float32)
-    zero = tl.zeros((BN, BM), tl.float32)
+    sums = tl.zeros((BN, BM), tl.float32)
     begin(PDL)
-    if NIBBLES:
-        byte = tl.arange(0, BK // 2)
-        low = byte // HALF * (2 * HALF) + byte % HALF  # the column in the low bits of each byte
-        at = codes + rows.to(tl.int64)[:, None] * (inputs // 2) + byte[None, :]
-        for start in tl.range(0, inputs, BK, num_stages=STAGES):
-            both = tl.load(at + start // 2, eviction_policy="evict_first")
-            x_low = tl.load(x_row + start + low[:, None])
-            x_high = tl.load(x_row + start + low[:, None] + HALF)
-            w_low = _number(both & 15, FP4).to(x.dtype.element_ty)
-            w_high = _number(both >> 4, FP4).to(x.dtype.element_ty)
-            index = start // GROUP if GROUP > 0 else 0
-            if GROUP == HALF:  # then BK is 64, and the halves are groups of their own
-                acc += _group(scales, offsets, groups, index, x_low, _dot(w_low, x_low, zero, UPCAST), OFFSETS)
-                acc += _group(scales, offsets, groups, index + 1, x_high, _dot(w_high, x_high, zero, UPCAST), OFFSETS)
-            else:
-                sums = _dot(w_high, x_high, _dot(w_low, x_low, zero, UPCAST), UPCAST)
-                acc += _group(scales, offsets, groups, index, x_low.to(tl.float32) + x_high.to(tl.float32), sums,
-                              OFFSETS)
-    else:
-        k = tl.arange(0, BK)
-        at = codes + rows.to(tl.int64)[:, None] * inputs + k[None, :]
-        for start in tl.range(0, inputs, BK, num_stages=STAGES):
-            w = tl.load(at + start, eviction_policy="evict_first")
-            b = tl.load(x_row + start + k[:, None])
-            if w.dtype != x.dtype.element_ty:
-                w = w.to(tl.float32).to(x.dtype.element_ty)
-            sums = _dot(w, b, acc if GROUP == 0 and not OFFSETS else zero, UPCAST)
-            if GROUP == 0 and not OFFSETS:
-                acc = sums
-            else:
-                acc += _group(scales, offsets, groups, start // GROUP if GROUP > 0 else 0, b, sums, OFFSETS)
-        if GROUP == 0 and not OFFSETS:
-            acc = acc * tl.load(scales + rows).to(tl.float32)[:, None]
+    for start in tl.range(0, inputs, 2 * HALF * PARTS, num_stages=STAGES):
+        for part in tl.static_range(PARTS):
+            both = tl.load(at + (start // 2 + part * HALF))
+            for half in tl.static_range(2):
+                column = start + (2 * part + half) * HALF
+                b = tl.load(x_at + column)
+                code = both >> 4 if half == 1 else both & 15
+                sums = _dot(_above(code, DTYPE), b, sums, UPCAST)
+                if FLUSH > 0 and (2 * part + half + 1) * HALF % FLUSH == 0:
+                    scale, offset = _scale_and_offset(pairs, column // GROUP * n + rows, DTYPE)
+                    total = tl.load(x_sums + column // FLUSH * BM + tokens)
+                    acc += sums * scale[:, None] + (offset - ABOVE * scale)[:, None] * total[None, :]
+                    sums = tl.zeros((BN, BM), tl.float32)
+    if FLUSH == 0:
+        scale, offset = _scale_and_offset(pairs, rows, DTYPE)
+        acc = sums * scale[:, None] + (offset - ABOVE * scale)[:, None] * tl.load(x_sums + tokens)[None, :]
+    _store(acc, bias, out, tokens, rows, m, n, BIAS, ADD)
+
+
+@triton.jit
+def sums_kernel(x, out, inputs, x_stride, EACH: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr,
+                BM: tl.constexpr, PDL: tl.constexpr):
+    """out [inputs / EACH, BM] float32: the sums of EACH neighbouring numbers of a row of x. One program a row."""
+    row = tl.program_id(0)
+    g = tl.arange(0, BLOCK_G)
+    e = tl.arange(0, BLOCK_E)
+    k = g[:, None] * EACH + e[None, :]
+    begin(PDL)
+    a = tl.load(x + row.to(tl.int64) * x_stride + k, mask=(e < EACH)[None, :] & (k < inputs), other=0.0)
+    tl.store(out + g * BM + row, tl.sum(a.to(tl.float32), 1), mask=g * EACH < inputs)
+
+
+@triton.jit
+def _store(acc, bias, out, tokens, rows, m, n, BIAS: tl.constexpr, ADD: tl.constexpr):
+    """acc [BN, BM] to its place, with bias and what stands there."""
     keep = (tokens < m)[None, :] & (rows >= 0)[:, None]
-    if ROW_SCALES:
-        acc = acc * tl.load(row_scales + tokens, mask=tokens < m, other=0.0)[None, :]
     if BIAS:
         acc += tl.load(bias + rows).to(tl.float32)[:, None]
     to = out + tokens[None, :].to(tl.int64) * n + rows[:, None]
@@ -124,9 +149,48 @@ def few_rows_kernel(x, codes, scales, offsets, bias, row_scales, out, m, n, inpu
     tl.store(to, acc.to(out.dtype.element_ty), mask=keep)
 
 
+@triton.jit(do_not_specialize=["m"])
+def few_bytes_kernel(x, x_sums, codes, scales, offsets, bias, row_scales, out, m, n, inputs, x_stride,
+                     GROUP: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+                     ROW_SCALES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr,
+                     PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr):
+    """The same of int8 or e4m3 codes. scales and offsets [groups, n] float32. ROW_SCALES: x is e4m3, with a scale for
+    each row. x_sums: of PART columns, or of all where a row has one scale; read with OFFSETS. PARTS times PART columns
+    in one turn of the loop, each part in one group."""
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    tokens = tl.arange(0, BM)
+    k = tl.arange(0, PART)
+    x_at = x + tl.minimum(tokens, m - 1)[None, :] * x_stride + k[:, None]
+    at = codes + rows.to(tl.int64)[:, None] * inputs + k[None, :]
+    acc = tl.zeros((BN, BM), tl.float32)
+    begin(PDL)
+    for start in tl.range(0, inputs, PART * PARTS, num_stages=STAGES):
+        for part in tl.static_range(PARTS):
+            column = start + part * PART
+            w = tl.load(at + column)
+            b = tl.load(x_at + column)
+            if w.dtype != x.dtype.element_ty:
+                w = w.to(tl.float32).to(x.dtype.element_ty)
+            if GROUP == 0:
+                acc = _dot(w, b, acc, UPCAST)
+            else:
+                sums = _dot(w, b, tl.zeros((BN, BM), tl.float32), UPCAST)
+                group = column // GROUP * n + rows
+                acc += sums * tl.load(scales + group)[:, None]
+                if OFFSETS:
+                    acc += tl.load(offsets + group)[:, None] * tl.load(x_sums + column // PART * BM + tokens)[None, :]
+    if GROUP == 0:
+        acc = acc * tl.load(scales + rows)[:, None]
+        if OFFSETS:
+            acc += tl.load(offsets + rows)[:, None] * tl.load(x_sums + tokens)[None, :]
+    if ROW_SCALES:
+        acc = acc * tl.load(row_scales + tokens, mask=tokens < m, other=0.0)[None, :]
+    _store(acc, bias, out, tokens, rows, m, n, BIAS, ADD)
+
+
 @triton.jit
 def _of_group(number, scales, offsets, at, inside, OFFSETS: tl.constexpr):
-    """Numbers [K, BN] of one group by its scales [BN], in float32."""
+    """Numbers [K, BN] of one group by its scales [BN]."""
     number = number * tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)[None, :]
     if OFFSETS:
         number += tl.load(offsets + at, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -211,18 +275,25 @@ def round_rows_kernel(x, out, scales, inputs, x_stride, BLOCK_K: tl.constexpr, P
     tl.store(out + row * inputs + k, rounded(a / scale).to(out.dtype.element_ty), mask=k < inputs)
 
 
-INTERPRETED = isinstance(few_rows_kernel, InterpretedFunction)
+INTERPRETED = isinstance(few_bytes_kernel, InterpretedFunction)
 
 
-def blocks_for(weight: Packed) -> Blocks:
-    """Many small programs where outputs are few, so that all multiprocessors read. A group is never divided, and what a
-    program reads at a time lies in one group, or in the two of a block."""
-    group = weight.inputs if weight.layout.group == weight.inputs else weight.layout.group
-    least = 64 if weight.layout.bits == 4 else 32
-    columns = max(c for c in (32, 64, 128, 256) if c == least or (c <= 256 and group % c == 0 and weight.inputs % c == 0
-                                                                  and c >= least))
-    outputs = 64 if weight.outputs >= 16384 and weight.outputs % 64 == 0 else 32 if weight.outputs % 32 == 0 else 16
-    return Blocks(outputs, columns, 4, 4)
+def blocks_for(weight: Packed, rows: int, itemsize: int, shared: int) -> Blocks:
+    """What a program reads at a time is large, so that memory is never idle, and lies in one group part by part; with
+    the inputs of `rows` rows, of `itemsize` bytes each, it fits the `shared` memory of a program."""
+    group, inputs, bits = weight.layout.group, weight.inputs, weight.layout.bits
+    outputs = 32 if weight.outputs % 32 == 0 else 16
+
+    def room(part: int) -> int:
+        """How many parts fit."""
+        scales = 4 * (outputs + rows) * (2 if group < part else 1)
+        return (shared - 4096) // ((STAGES - 1) * (part * bits // 8 * outputs + part * rows * itemsize + scales))
+
+    least, sizes = (BLOCK, (BLOCK,)) if bits == 4 else (32, (32, 64, 128, 256))
+    part = max(p for p in sizes if p == least or (inputs % p == 0 and group % p == 0 and room(p)))
+    parts = max(n for n in (1, 2, 4, 8, 16) if n == 1 or (n * part <= 512 and n <= room(part)
+                                                          and inputs % (part * n) == 0))
+    return Blocks(outputs, part, parts, STAGES, 4)
 
 
 def _shape(weight: Packed) -> dict:
@@ -231,17 +302,55 @@ def _shape(weight: Packed) -> dict:
             "GROUP": 0 if layout.group == weight.inputs else layout.group}
 
 
+Scales = tuple[torch.Tensor, ...]
+
+
+def by_groups(weight: Packed) -> Scales:
+    """As the kernels for few rows read them, [groups, outputs]: what a program needs of a group lies together, 4 bytes
+    each, so that it comes by the pipeline of the loop. Of int4: pairs of scale and offset; else scales and offsets."""
+    scales, offsets = weight.scales.t(), None if weight.offsets is None else weight.offsets.t()
+    if weight.layout.bits == 8:
+        return (scales.float().contiguous(), *(() if offsets is None else (offsets.float().contiguous(),)))
+    other = torch.zeros_like(scales) if offsets is None else offsets
+    low, high = (part.contiguous().view(torch.int16).int() for part in (scales, other))
+    return ((low & 0xFFFF) | (high << 16),)
+
+
 def launch_few_rows(x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None = None,
-                    add: bool = False, row_scales: torch.Tensor | None = None, blocks: Blocks | None = None) -> None:
-    """x [m, inputs] with contiguous rows, m <= MOST_ROWS; out [m, outputs] contiguous. `row_scales` [m]: of e4m3."""
-    blocks = blocks or blocks_for(weight)
-    (m, inputs), n = x.shape, weight.outputs
-    few_rows_kernel[(n // blocks.outputs,)](
-        x, weight.codes, weight.scales, x if weight.offsets is None else weight.offsets, x if bias is None else bias,
-        weight.scales if row_scales is None else row_scales, out, m, n, inputs, x.stride(0), **_shape(weight),
-        BIAS=bias is not None, ADD=add, ROW_SCALES=row_scales is not None, BM=max(16, triton.next_power_of_2(m)),
-        BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages, PDL=overlaps(x.device),
-        UPCAST=INTERPRETED and x.dtype is not torch.float32, num_warps=blocks.warps, **dependent(x.device))
+                    add: bool = False, row_scales: torch.Tensor | None = None, blocks: Blocks | None = None,
+                    scales: Scales | None = None) -> None:
+    """x [m, inputs] with contiguous rows, m <= MOST_ROWS; out [m, outputs] contiguous. `row_scales` [m]: of e4m3.
+    `scales`: `by_groups` of the weight. Scales of int4 are of x's type. ValueError for fp4: only experts are."""
+    if weight.layout.kind == "fp4":
+        raise ValueError("fp4 weights are multiplied as experts only: use launch_grouped, or dequantise them")
+    (m, inputs), n, layout = x.shape, weight.outputs, weight.layout
+    shared = shared_memory(x.device) if x.is_cuda else 227 * 1024
+    blocks = blocks or blocks_for(weight, max(16, triton.next_power_of_2(m)), x.element_size(), shared)
+    scales = scales or by_groups(weight)
+    group, bm = 0 if layout.group == inputs else layout.group, max(16, triton.next_power_of_2(m))
+    common = dict(GROUP=group, BIAS=bias is not None, ADD=add, BM=bm, BN=blocks.outputs, PARTS=blocks.parts,
+                  STAGES=blocks.stages, PDL=overlaps(x.device), UPCAST=INTERPRETED and x.dtype is not torch.float32,
+                  num_warps=blocks.warps, **dependent(x.device))
+    given, grid = x if bias is None else bias, (n // blocks.outputs,)
+    if layout.bits == 4:
+        flush = min(group, BLOCK * blocks.parts)
+        few_nibbles_kernel[grid](x, _sums(x, flush or inputs, bm), weight.codes, scales[0], given, out, m, n, inputs,
+                                 x.stride(0), FLUSH=flush, **common)
+        return
+    sums = _sums(x, blocks.part if group else inputs, bm) if layout.offsets else scales[0]
+    few_bytes_kernel[grid](x, sums, weight.codes, scales[0], scales[-1], given,
+                           scales[0] if row_scales is None else row_scales, out, m, n, inputs, x.stride(0),
+                           OFFSETS=layout.offsets, ROW_SCALES=row_scales is not None, PART=blocks.part, **common)
+
+
+def _sums(x: torch.Tensor, each: int, rows: int) -> torch.Tensor:
+    """[inputs / each, rows] float32: see `sums_kernel`. Columns after x's rows are not written."""
+    m, inputs = x.shape
+    out = torch.empty(inputs // each, rows, dtype=torch.float32, device=x.device)
+    sums_kernel[(m,)](x, out, inputs, x.stride(0), EACH=each, BLOCK_G=triton.next_power_of_2(inputs // each),
+                      BLOCK_E=triton.next_power_of_2(each), BM=rows, PDL=overlaps(x.device), num_warps=4,
+                      **dependent(x.device))
+    return out
 
 
 def launch_grouped(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, bounds: torch.Tensor,

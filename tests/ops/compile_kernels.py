@@ -27,6 +27,7 @@ from stretto.ops import (
     triton_some_rows,
     triton_step,
 )
+from stretto.ops.packed import Layout, Packed
 
 DATA = ("x", "w", "norm", "bias", "out", "weight", "gate_up", "q_weight", "k_weight", "k_cache", "v_cache",
         "x_tiles", "w_tiles")
@@ -65,25 +66,29 @@ def layer_kernels(arch: int, pdl: bool):
 
 def packed_kernels(arch: int, pdl: bool):
     """One of each kind of codes, at most rows."""
-    kinds = {"int4": ("*u8", 64, 32), "int8": ("*i8", 128, 0)} | ({"fp8": ("*fp8e4nv", 128, 128)} if arch >= 89 else {})
-    for kind, (codes, columns, group) in kinds.items():
+    layouts = [Layout("int4", 32), Layout("int8", 4096), *([Layout("fp8", 128)] if arch >= 89 else [])]
+    for layout in layouts:
+        kind, group = layout.kind, layout.group % 4096
+        codes = {"int4": "*u8", "int8": "*i8", "fp8": "*fp8e4nv"}[kind]
         types = {"codes": codes, "scales": "*fp32" if kind == "fp8" else "*bf16", "offsets": "*bf16",
-                 "row_scales": "*fp32"}
-        options = dict(NIBBLES=kind == "int4", FP4=False, GROUP=group, OFFSETS=kind == "int4")
+                 "row_scales": "*fp32", "pairs": "*i32", "x_sums": "*fp32"}
+        options = dict(NIBBLES=kind == "int4", FP4=False, GROUP=group, OFFSETS=False)
         yield f"{kind} of experts", build(
-            triton_packed.grouped_kernel, options | dict(FP4=kind == "int4", BM=128, BN=128, BK=min(columns, 64),
-                                                         EXPERTS=32, BIAS=True, UPCAST=False), 8, arch,
+            triton_packed.grouped_kernel, options | dict(FP4=kind == "int4", BM=128, BN=128, BK=64, EXPERTS=32,
+                                                         BIAS=True, UPCAST=False), 8, arch,
             types | dict(bounds="*i64", rows_in="*i64", rows_out="*i64"))
-        options["PDL"] = pdl
-        few = dict(GROUP=group, BIAS=True, ADD=True, BM=64, BN=32, PARTS=4, STAGES=4, PDL=pdl, UPCAST=False)
+        yield f"{kind} to numbers", build(triton_packed.dequantize_kernel, options | dict(BK=1024, PDL=pdl), 4, arch,
+                                          types)
+        weight = Packed.empty(layout, 4096, 4096, torch.bfloat16, torch.device("meta"))
+        blocks = triton_packed.blocks_for(weight, 64, 2, SHARED[arch])
+        few = dict(GROUP=group, BIAS=True, ADD=True, BM=64, BN=blocks.outputs, PARTS=blocks.parts, STAGES=blocks.stages,
+                   PDL=pdl, UPCAST=False)
         if kind == "int4":
-            yield "int4 by few rows", build(triton_packed.few_nibbles_kernel, few | dict(FLUSH=32), 4, arch,
-                                            types | {"pairs": "*i32", "x_sums": "*fp32"})
+            kernel, more = triton_packed.few_nibbles_kernel, dict(FLUSH=32)
         else:
-            floats = types | {"scales": "*fp32", "offsets": "*fp32", "x_sums": "*fp32"}
-            some = dict(OFFSETS=False, ROW_SCALES=False, PART=columns)
-            yield f"{kind} by few rows", build(triton_packed.few_bytes_kernel, few | some, 4, arch, floats)
-        yield f"{kind} to numbers", build(triton_packed.dequantize_kernel, options | dict(BK=1024), 4, arch, types)
+            kernel, more = triton_packed.few_bytes_kernel, dict(OFFSETS=False, ROW_SCALES=False, PART=blocks.part)
+        yield f"{kind} by few rows", build(kernel, few | more, blocks.warps, arch,
+                                           types | {"scales": "*fp32", "offsets": "*fp32"})
     if arch >= 89:
         yield "write of 8-bit cells", build(
             triton_kv_write._write_fp8_kernel, dict(PAGE=16, HEADS=8, D=128, BLOCK=128), 1, arch,

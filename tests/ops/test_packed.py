@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 LAYOUTS = [Layout("int4", 32), Layout("fp4", 32), Layout("int4", 32, True), Layout("int4", 64, True),
            Layout("int4", 128, True), Layout("int4", 384), Layout("int8", 384), Layout("int8", 32),
            Layout("int8", 128, True), Layout("fp8", 384), Layout("fp8", 128)]
-LIMITS = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
+LIMITS = {torch.float16: 1e-3, torch.bfloat16: 1e-2 if INTERPRETED else 6e-3}
 ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the last bit; the interpreter cuts bfloat16 off
 
 
@@ -85,7 +85,7 @@ def test_parts_of_a_matrix_stand_for_parts_of_its_numbers(layout):
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.kind != "fp4"], ids=name)
 def test_few_rows(layout, dtype):
     weight, x = made(layout, 32, 384, dtype), randn(5, 384).to(DEVICE, dtype)
     whole, bias = weight.dequantized(torch.float32), randn(32, seed=4).to(DEVICE, dtype)
@@ -93,15 +93,27 @@ def test_few_rows(layout, dtype):
     want = x.float() @ whole.t() + bias.float() + out.float()
     launch_few_rows(x, weight, out, bias, add=True)
     assert error(out, want) < LIMITS[dtype]
-    made_anew = launch_dequantize(weight, dtype)
-    torch.testing.assert_close(made_anew, weight.dequantized(dtype), atol=0, rtol=ROUNDING[dtype] if INTERPRETED else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_numbers_are_made_anew(layout, dtype):
+    weight = made(layout, 32, 384, dtype)
+    torch.testing.assert_close(launch_dequantize(weight, dtype), weight.dequantized(dtype), atol=0,
+                               rtol=ROUNDING[dtype] if INTERPRETED else 0)
+
+
+def test_fp4_is_for_experts():
+    weight, x = made(Layout("fp4", 32), 32, 384, torch.float16), randn(1, 384).to(DEVICE).half()
+    with pytest.raises(ValueError, match="experts only"):
+        launch_few_rows(x, weight, torch.empty(1, 32, dtype=torch.float16, device=DEVICE))
 
 
 @pytest.mark.parametrize("rows", [1, 16, 19])
 def test_rows_and_blocks(rows):
     """A row of more columns than inputs is one of several; each comes out alike alone."""
-    weight, x = made(Layout("int4", 64, True), 64, 256, torch.float16), randn(rows, 512)[:, :256].to(DEVICE).half()
-    for blocks in (Blocks(16, 64, 2, 2), Blocks(64, 64, 4, 4)):
+    weight, x = made(Layout("int4", 128, True), 64, 256, torch.float16), randn(rows, 512)[:, :256].to(DEVICE).half()
+    for blocks in (Blocks(16, 64, 1, 2, 2), Blocks(64, 64, 4, 4, 4)):  # a group longer and shorter than a turn
         out = torch.empty(rows, 64, dtype=torch.float16, device=DEVICE)
         launch_few_rows(x, weight, out, blocks=blocks)
         assert error(out, x.float() @ weight.dequantized(torch.float32).t()) < 1e-3
