@@ -34,8 +34,14 @@ class SymmetricMemory:
         self._slot = max(self.most // PROGRAMS, LEAST_SLOT)
         self._flags_at = 2 * ranks * PROGRAMS * self._slot
         size = self._flags_at + 4 * ranks * PROGRAMS
-        self._memory = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
-        self._counts = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self._memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+        self._flags = self._memory[self._flags_at :].view(torch.int32).view(ranks, PROGRAMS)
+        self._counts, self._beyond = torch.zeros(2, PROGRAMS, dtype=torch.int32, device=device).unbind(0)
+        self._aside = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)
+        self.let_go()  # once for nothing: its kernels could not be loaded beside one that waits
+        torch.cuda.synchronize(device)
+        self._memory.zero_()
         world = dist.group.WORLD
         assert world is not None, "the ranks have not met"
         self._handle = symmetric.rendezvous(self._memory, world)
@@ -73,5 +79,6 @@ class SymmetricMemory:
 
     def let_go(self) -> None:
         """Whoever waits here for another rank waits no more. Of an engine that ends: what comes out is nonsense."""
-        with torch.cuda.stream(torch.cuda.Stream(self._memory.device)):
-            self._memory[self._flags_at :].view(torch.int32).view(-1, PROGRAMS).copy_(self._counts + AHEAD)
+        with torch.cuda.stream(self._aside):  # allocates nothing, for that could wait for the GPU
+            torch.add(self._counts, AHEAD, out=self._beyond)
+            self._flags.copy_(self._beyond.expand_as(self._flags))
