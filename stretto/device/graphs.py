@@ -60,10 +60,12 @@ def bucketed(shape: StepShape) -> StepShape:
 
 
 def _kernels_of(bucket: StepShape) -> set[object]:
-    """What decides which kernels a bucket needs: its sizes (products, attention, drafters) and, whatever the sizes, its
-    features (sampling). Which kernels of either run does not depend on the other; torch has some of its own for one
-    row."""
-    sizes = bucket.rows, bucket.tokens, bucket.logits, bucket.short, bucket.draft_width, bucket.fixed, bucket.adapted
+    """What decides which kernels a bucket needs. Of plain steps its sizes (products, attention, drafters) and, whatever
+    the sizes, its features (greedy or drawn; torch has some kernels of its own for one row): which kernels of either
+    run does not depend on the other. Of other steps the bucket itself: sorts, for one, differ by size."""
+    if not is_usual(bucket) or bucket.filtered or bucket.masked or bucket.processors or bucket.adapted:
+        return {bucket}
+    sizes = bucket.rows, bucket.tokens, bucket.logits, bucket.short, bucket.draft_width, bucket.fixed
     return {sizes, (replace(bucket, rows=0, tokens=0, logits=0), bucket.rows == 1)}
 
 

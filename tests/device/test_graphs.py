@@ -118,3 +118,11 @@ def test_the_graph_that_was_used_least_recently_goes(monkeypatch: pytest.MonkeyP
     executor.graphs[buckets[0]] = executor.graphs.pop(buckets[0])  # as a replay does
     executor.capture(buckets[3])
     assert list(executor.graphs) == [buckets[2], buckets[0], buckets[3]]
+
+
+@pytest.mark.parametrize("feature", [{"filtered": True}, {"masked": True}, {"penalised": True}, {"adapted": True}])
+def test_steps_of_rare_features_run_before_each_capture(feature: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = executor_of(monkeypatch)
+    for rows in (1, 2, 4):
+        executor.capture(bucketed(replace(usual_shapes(4, 1, 0)[0], rows=rows, tokens=rows, logits=rows, **feature)))
+    assert [rows for rows, _ in executor.runner.ran] == [1, 2, 4]
