@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from pathlib import Path
 
 import pytest
@@ -228,10 +230,36 @@ def test_evaluation_prompts_are_never_trained_on(unseen: prompts.Unseen, monkeyp
     few = tuple(prompts.Recipe(r.templates, ("rust-book",), r.words, 5) for r in prompts.RECIPES)
     planted = prompts.Recipe((evaluated[-1].replace("{", "{{").replace("}", "}}"),), ("rust-book",), (10, 20), 3)
     monkeypatch.setattr(prompts, "RECIPES", (*few, planted))
+    monkeypatch.setattr(prompts, "FACTS", ("wikitext-2/valid",))
     built = prompts.build(SHARED)
     assert len(built) > 7000 and evaluated[-1] not in built
     taken = set().union(*(prompts.shingles(prompt) for prompt in evaluated))
     assert all(taken.isdisjoint(prompts.shingles(prompt)) for prompt in built[::20])
+
+
+def test_word_problems_with_other_numbers():
+    chance = random.Random(1)
+    asked = "Tom has 12 boxes of 1,200 pens at $3.50, half of 2/3 and 45 more. How many in 3 days?"
+    found = [prompts.varied(asked, chance) for _ in range(20)]
+    assert len(set(found)) == 20
+    for text in found:
+        assert re.sub(r"\d+", "#", text) == re.sub(r"\d+", "#", asked)
+        numbers = re.findall(r"\d+", text)
+        assert numbers[1:7] == ["1", "200", "3", "50", "2", "3"], "parts of numbers and fractions stay"
+        assert 6 <= int(numbers[0]) <= 24 and 22 <= int(numbers[7]) <= 90 and 2 <= int(numbers[8]) <= 6
+
+
+def test_retrieved_pieces_and_questions_about_names():
+    chance = random.Random(2)
+    text = " ".join(f"Then Anna Karenina met Count Alexei Vronsky for the {i}th time." for i in range(40))
+    chunks = prompts.chunked(text, 5, chance)
+    size = len(text.split()) // 5
+    assert len(chunks) == 5 and all(size <= len(chunk.split()) <= size + 4 for chunk in chunks)
+    assert all(" ".join(chunk.split()[-size:]) in text for chunk in chunks), "a piece is a run of the text's words"
+    asked = list(prompts.named(text, 30, chance))
+    assert len(set(asked)) > 10 and all("karenina" in q.lower() or "vronsky" in q.lower() for q in asked)
+    marked = " = Title = \n \n It was 3 @.@ 5 <unk> long , and \" good \" ( so it seems ) . \n"
+    assert prompts.plain(marked).split("\n")[-2].strip() == 'It was 3.5 long, and "good" (so it seems).'
 
 
 def test_prompts_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
