@@ -8,20 +8,29 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from stretto import __version__
 from stretto.compat import ConfigError
-from stretto.config import Config, ParallelSection, ServeSection
+from stretto.config import Config, DeviceFacts, ModelSection, ParallelSection, ServeSection
+from stretto.engine.hosts import LEADER, LIFE, PLANS, Address, Introduction, Meeting, open_store, prepare_with
 from stretto.engine.launch import Launch, check_launch
+from stretto.engine.locate import locate
+from stretto.facts import device_facts, model_facts
 from tests.engine.small import VOCAB, Oracle, save_tiny
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
@@ -44,6 +53,53 @@ def test_as_many_processes_as_ranks():
         check_launch(Config(), launch)
     with pytest.raises(ConfigError, match="--replicas 2 does not work with WORLD_SIZE=4"):
         check_launch(Config(parallel=ParallelSection(tensor_parallel_size=4), serve=ServeSection(replicas=2)), launch)
+
+
+# ------------------------------------------------------------------------------------------------------------ meetings
+def come(launch: Launch, kind: str, content: object, secret: bytes | None = None) -> Connection:
+    """As rank 1 does, with what it has read from the store, or with another secret."""
+    address = msgspec.json.decode(open_store(replace(launch, rank=1)).get(LEADER), type=Address)
+    connection = Connection(socket.create_connection((address.host, address.port)).detach())
+    answer_challenge(connection, address.secret if secret is None else secret)
+    deliver_challenge(connection, address.secret)
+    connection.send((1, kind, content))
+    return connection
+
+
+def test_a_rank_with_another_model_is_refused_and_a_stranger_is_ignored(tmp_path: Path):
+    save_tiny(tmp_path, "llama")
+    Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    config = Config(model=ModelSection(str(tmp_path), device="cpu"), parallel=ParallelSection(tensor_parallel_size=2))
+    launch = Launch(0, 2, 0, 1, "127.0.0.1", free_port(), False)
+    other = replace(model_facts(tmp_path), vocab_size=7)
+    told: list[object] = []
+
+    def rank_1() -> None:
+        with pytest.raises((AuthenticationError, OSError, EOFError)):
+            come(launch, PLANS, None, secret=b"wrong").recv()
+        plans = come(launch, PLANS, Introduction(1, "elsewhere", __version__, device_facts(), other))
+        with come(launch, LIFE, None):
+            told.append(plans.recv())
+
+    joiner = threading.Thread(target=rank_1)
+    joiner.start()
+    meeting = Meeting(launch)
+    with pytest.raises(ConfigError, match=r"rank 1 on elsewhere does not work with rank 0 .* are others; give every"):
+        prepare_with(meeting, locate(config))
+    joiner.join(20)
+    assert "are others" in str(told[0])
+
+
+def test_the_memory_of_the_poorest_host_decides(tmp_path: Path):
+    meeting = object.__new__(Meeting)
+    meeting.launch = Launch(0, 4, 0, 2, "a", 1, False)
+    rich, poor = DeviceFacts("cpu", "x", 400, 200), DeviceFacts("cpu", "y", 300, 100)
+    gpus = [DeviceFacts("cuda", "g", 80, 79 - i, others=((80, 1),)) for i in range(4)]
+    meeting.introductions = {rank: Introduction(rank, "h", __version__, (gpus[rank], poor), None)  # type: ignore
+                             for rank in (1, 2, 3)}
+    cuda, cpu = meeting.devices((gpus[0], rich))
+    assert cuda.others == ((80, 78), (80, 77), (80, 76)), "the GPUs of the other ranks, not those beside this one"
+    assert (cpu.memory_total, cpu.memory_free) == (600, 200), "two ranks share each host"
 
 
 # ------------------------------------------------------------------------------------------------------------- for real
