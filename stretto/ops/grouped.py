@@ -18,6 +18,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+FEW_SLOTS = 512  # that one program of a kernel of ours puts in order
 FIXED_ROWS = 64  # of a block, where rounding may not depend on the batch
 
 
@@ -32,7 +33,12 @@ class Groups:
 
 def group_by_expert(experts: torch.Tensor, n_experts: int, tokens: torch.Tensor | None = None) -> Groups:
     """experts [T, K] int64: which experts each token asks for. tokens: how many of the T are no padding, a scalar on
-    the device; None: all."""
+    the device; None: all. On CUDA few slots are put in order by one launch, in the same order."""
+    if experts.is_cuda and 0 < experts.numel() <= FEW_SLOTS:
+        from stretto.ops.triton_grouped import launch_group
+
+        slots, bounds = launch_group(experts.contiguous(), n_experts, tokens)
+        return Groups(slots, bounds, torch.arange(len(slots), device=slots.device))
     places = torch.arange(experts.numel(), device=experts.device)
     if tokens is not None:
         real = places.view(experts.shape) < tokens * experts.shape[1]

@@ -65,6 +65,36 @@ def grouped_kernel(x, weight, bias, bounds, rows_in, rows_out, out, n_experts, n
 
 
 @triton.jit
+def _asked(experts, at, real, n, n_experts):
+    """The experts of some slots: `n_experts` for padding, one more behind the last slot."""
+    found = tl.load(experts + at, mask=at < n, other=0).to(tl.int32)
+    return tl.where(at < real, found, tl.where(at < n, n_experts, n_experts + 1))
+
+
+@triton.jit(do_not_specialize=["n", "n_experts"])
+def group_kernel(experts, tokens, slots, bounds, n, n_experts, K: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr,
+                 E: tl.constexpr, EACH: tl.constexpr):
+    """One program puts n <= N slots in order by counting: before slot i stand the slots of lower experts, and those of
+    its own expert that come earlier. `tokens`, read with PADDED: how many are no padding."""
+    i = tl.arange(0, N)
+    b = tl.arange(0, E)
+    real = n
+    if PADDED:
+        real = tl.minimum(tl.load(tokens).to(tl.int32) * K, n)
+    mine = _asked(experts, i, real, n, n_experts)
+    rank = tl.zeros((N,), tl.int32)
+    before = tl.zeros((E,), tl.int32)
+    for start in tl.range(0, N, EACH):
+        j = start + tl.arange(0, EACH)
+        theirs = _asked(experts, j, real, n, n_experts)
+        first = (theirs[None, :] < mine[:, None]) | ((theirs[None, :] == mine[:, None]) & (j[None, :] < i[:, None]))
+        rank += tl.sum(first.to(tl.int32), 1)
+        before += tl.sum((theirs[None, :] < b[:, None]).to(tl.int32), 1)
+    tl.store(slots + rank, i.to(tl.int64), mask=i < n)
+    tl.store(bounds + b, before.to(tl.int64), mask=b <= n_experts)
+
+
+@triton.jit
 def combine_kernel(made, weights, out, n, K: tl.constexpr, BLOCK: tl.constexpr):
     """One program: a block of one token's features."""
     token = tl.program_id(0).to(tl.int64)
@@ -100,6 +130,18 @@ def launch_grouped(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32", UPCAST=INTERPRETED and x.dtype is torch.bfloat16,
         num_warps=4 if bm <= 64 else 8, num_stages=3)
     return out
+
+
+def launch_group(experts: torch.Tensor, n_experts: int,
+                 tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots in the order of their experts [N], and bounds [E + 1]; for few slots. experts [T, K] int64, contiguous."""
+    n = experts.numel()
+    slots = torch.empty(n, dtype=torch.int64, device=experts.device)
+    bounds = torch.empty(n_experts + 1, dtype=torch.int64, device=experts.device)
+    group_kernel[(1,)](experts, experts if tokens is None else tokens, slots, bounds, n, n_experts, K=experts.shape[1],
+                       PADDED=tokens is not None, N=max(16, triton.next_power_of_2(n)),
+                       E=triton.next_power_of_2(n_experts + 1), EACH=16, num_warps=4)
+    return slots, bounds
 
 
 def launch_combine(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stretto.ops.grouped import combine_reference, group_by_expert, grouped_linear_reference
-from stretto.ops.triton_grouped import INTERPRETED, launch_combine, launch_grouped
+from stretto.ops.triton_grouped import INTERPRETED, launch_combine, launch_group, launch_grouped
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -33,6 +33,17 @@ def test_groups_keep_the_order_of_tokens():
     groups = group_by_expert(torch.tensor([[1, 0], [2, 1], [0, 1], [2, 2]]), 4, torch.tensor(3))
     assert groups.bounds.tolist() == [0, 2, 5, 6, 6]
     assert groups.slots.tolist() == [1, 4, 0, 3, 5, 2, 6, 7]
+
+
+@pytest.mark.parametrize("tokens, k, n_experts, real", [(1, 2, 4, None), (7, 2, 4, 5), (33, 8, 128, 20), (5, 1, 3, 0),
+                                                        (64, 4, 32, None), (16, 2, 16, 16)])
+def test_few_slots_are_put_in_order_by_one_launch(tokens, k, n_experts, real):
+    """As a stable sort does, padding behind all."""
+    experts = choices(tokens, k, n_experts, seed=tokens)
+    count = None if real is None else torch.tensor(real, device=DEVICE)
+    slots, bounds = launch_group(experts, n_experts, count)
+    want = group_by_expert(experts.cpu(), n_experts, None if count is None else count.cpu())
+    assert torch.equal(slots.cpu(), want.slots) and torch.equal(bounds.cpu(), want.bounds)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -30,6 +30,12 @@ def test_rms_norm(shape, dtype):
     close(launch_rms_norm(x, weight, 1e-5), F.rms_norm(x.double(), weight.shape, weight.double(), 1e-5), dtype)
 
 
+def test_rms_norm_by_weights_of_another_type():
+    """Gemma's, 1 + weight in float32: rounded once, as if all had been float32."""
+    x, weight = randn(3, 200, dtype=torch.bfloat16), 1 + randn(200, seed=1)
+    close(launch_rms_norm(x, weight, 1e-5), F.rms_norm(x.double(), weight.shape, weight.double(), 1e-5), torch.bfloat16)
+
+
 def test_rms_norm_of_strided_rows():
     x, weight = randn(4, 100)[:, 20:84], randn(64, seed=1)
     close(launch_rms_norm(x, weight, 1e-6), F.rms_norm(x.double(), (64,), weight.double(), 1e-6), torch.float32)
