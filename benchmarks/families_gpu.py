@@ -5,8 +5,8 @@ families at one shape, models of experts, weights and KV caches of 8 and 4 bits.
     python -m benchmarks.families_gpu --only experts cells
 
 Weights are random. Models have fewer layers than those they are named after, so that many fit a short run; what one
-layer costs does not change. Of experts only those count that a step touches, on average, where each token chooses at
-random. The limit adds up one part after another: matrices, head, keys and values.
+layer costs does not change. Of experts only those count that a step touches: they are counted, since with random
+weights many tokens choose the same. The limit adds up one part after another: matrices, head, keys and values.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,12 +24,13 @@ import torch
 from benchmarks.engine_gpu import LLAMA, read_rate
 from benchmarks.step_gpu import Lab, Rows, chunk, decode, multiply_rate
 from stretto.attn.select import choose_backend
-from stretto.device.graphs import GraphExecutor
+from stretto.device.graphs import GraphExecutor, bucketed
 from stretto.device.kv import KVCache, bytes_per_token, group_layers, kv_dtype
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
 from stretto.device.streams import LARGEST_GRAPH
 from stretto.model.config import ModelConfig
+from stretto.model.experts import ExpertMLP, Route
 from stretto.model.load import build_model
 from stretto.model.registry import NATIVE
 from stretto.model.weights import Weights
@@ -125,12 +127,36 @@ class Made:
     cell: int  # bytes of KV of a token, of layers without a window
     window_cell: int
 
+    @torch.inference_mode()
+    def touched(self, rows: list[Rows]) -> float:
+        """Experts of a layer that the step asks for, on average over the layers: counted in a run of the step."""
+        counts: list[int] = []
+        tokens = sum(r.count * r.tokens for r in rows)
+        layers = [layer.mlp for layer in self.lab.runner.model.decoder if isinstance(layer.mlp, ExpertMLP)]
+
+        def counting(route: Route, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+            weights, chosen = route(logits, k)
+            counts.append(len(chosen[:tokens].unique()))
+            return weights, chosen
+
+        routes = [mlp._route for mlp in layers]
+        for mlp, route in zip(layers, routes, strict=True):
+            mlp._route = partial(counting, route)
+        plan, shape = self.lab.prepare(rows)
+        bucket = bucketed(shape)
+        padded = torch.zeros(bucket.rows, 3, dtype=torch.int32, device="cuda")
+        padded[: len(plan)] = plan
+        self.lab.runner.run(padded, bucket)
+        for mlp, route in zip(layers, routes, strict=True):
+            mlp._route = route
+        return sum(counts) / max(1, len(counts))
+
     def limit(self, rows: list[Rows], read: float, multiply: float) -> float:
         """Seconds at the rates of the device."""
         c = self.config
         tokens, out = sum(r.count * r.tokens for r in rows), sum(r.count * max(r.sampled, 1) for r in rows)
-        n, chosen = experts_of(c)
-        touched = n * (1 - (1 - chosen / n) ** tokens) if n else 0.0
+        n, chosen = experts_of(self.config)
+        touched = self.touched(rows) if n else 0.0
         active = 2 * (self.numbers + chosen * self.expert_numbers * c.n_layers)
         stored = self.weights + touched * self.expert * c.n_layers
         head = 2 * c.hidden_size * c.vocab_size
