@@ -32,7 +32,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as hf_logging
 
-from stretto.attn.api import Attend, LayerSpec
+from stretto.attn.api import Attend, LayerSpec, StateSpec
 from stretto.model.config import (
     ConfigError,
     architecture_of,
@@ -132,7 +132,7 @@ class FallbackModel:
 
     graphs = False
     fixed = False
-    states = ()
+    states: tuple[StateSpec, ...] = ()
 
     def __init__(self, causal: PreTrainedModel, router: Router, name: str, max_position: int,
                  eos_token_ids: tuple[int, ...]):
