@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
+from cyclopts import Group, Parameter
 from rich.console import Console
 
 from stretto.cli.failures import EXIT_REFUSED, CommandFailed, UsageError
@@ -22,11 +25,61 @@ PROBE = "stretto.bench.rates"
 PROBE_SECONDS = 300
 
 
+@dataclass(frozen=True)
+class OwnHardware:
+    """Figures of a GPU, instead of the catalogue's."""
+
+    memory: str | None = None
+    """Memory of a GPU, such as 80GB."""
+    read_tb_s: float | None = None
+    """TB/s at which a program reads it."""
+    tflops: float | None = None
+    """TFLOP/s of a large product in 16 bits."""
+    link_gb_s: float | None = None
+    """GB/s that a sum of large tensors reaches to another GPU of the host, one way."""
+    gpus_per_host: int | None = None
+    """GPUs that a model can be spread over."""
+
+    def given(self) -> dict[str, Any]:
+        """As find_hardware takes it. Raises ValueError for a size that is none."""
+        return {"memory": None if self.memory is None else parse_size(self.memory),
+                "read": _scaled(self.read_tb_s, 1e12), "multiply": _scaled(self.tflops, 1e12),
+                "link": _scaled(self.link_gb_s, 1e9), "node": self.gpus_per_host}
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How replicas are run."""
+
+    weight_bits: int | None = None
+    """Of each weight on the GPU: 16, 8 or 4. Default: as the checkpoint has them."""
+    kv_bits: int = 16
+    """Of each number in the KV cache: 16 or 8."""
+    max_num_seqs: int = MOST_SEATS
+    """Most sequences that run at once in a replica."""
+    headroom: float = 0.8
+    """Share of what a replica bears that it is given to do."""
+    drafts: int = 0
+    """Drafts that a drafter proposes for a sequence in a step."""
+    accepted: float = 1.0
+    """Tokens that a sequence gains in a step that verifies them, its own included: measured on such texts."""
+
+    def check(self) -> None:
+        if not 0 < self.headroom <= 1:
+            raise UsageError(f"--headroom {self.headroom:g}: it is a share, above 0 and up to 1")
+        if self.max_num_seqs < 1:
+            raise UsageError(f"--max-num-seqs {self.max_num_seqs}: it must be 1 or more")
+        if not (self.drafts >= 0 and 1 <= self.accepted <= self.drafts + 1):
+            raise UsageError(f"--accepted {self.accepted:g}: from 1 to the {self.drafts} of --drafts and one more")
+
+
+OWN, SERVING = OwnHardware(), Serving()
+Own = Annotated[OwnHardware, Parameter(name="*", group=Group("Hardware", sort_key=3))]
+Served = Annotated[Serving, Parameter(name="*", group=Group("Replicas", sort_key=2))]
+
+
 def run(model: str, *, hw: str = "h200", load: str = "rate=1,prompt=64..2048,output=16..512", ttft_ms: float = 2000.0,
-        itl_ms: float = 100.0, weight_bits: int | None = None, kv_bits: int = 16, headroom: float = 0.8,
-        max_num_seqs: int = MOST_SEATS, memory: str | None = None, read_tb_s: float | None = None,
-        tflops: float | None = None, link_gb_s: float | None = None, gpus_per_host: int | None = None,
-        as_json: Json = False) -> int:
+        itl_ms: float = 100.0, serving: Served = SERVING, own: Own = OWN, as_json: Json = False) -> int:
     """Plan how many GPUs a load needs, how a model is spread over them, and what users would see.
 
     Exits with 3 if nothing fits.
@@ -44,38 +97,17 @@ def run(model: str, *, hw: str = "h200", load: str = "rate=1,prompt=64..2048,out
         Milliseconds within which 99 of 100 first tokens must come.
     itl_ms
         Milliseconds within which 99 of 100 next tokens must come.
-    weight_bits
-        Of each weight on the GPU: 16, 8 or 4. Default: as the checkpoint has them.
-    kv_bits
-        Of each number in the KV cache: 16 or 8.
-    headroom
-        Share of what a replica bears that it is given to do.
-    max_num_seqs
-        Most sequences that run at once in a replica.
-    memory
-        Memory of a GPU, such as 80GB, instead of the catalogue's.
-    read_tb_s
-        TB/s at which a program reads it.
-    tflops
-        TFLOP/s of a large product in 16 bits.
-    link_gb_s
-        GB/s to another GPU of the host, one way.
-    gpus_per_host
-        GPUs that a model can be spread over.
     as_json
         Print one JSON object.
     """
-    if not 0 < headroom <= 1:
-        raise UsageError(f"--headroom {headroom:g}: it is a share, above 0 and up to 1")
-    if not (ttft_ms > 0 and itl_ms > 0 and max_num_seqs > 0):
-        raise UsageError("--ttft-ms, --itl-ms and --max-num-seqs must be above 0")
+    serving.check()
+    if not (ttft_ms > 0 and itl_ms > 0):
+        raise UsageError("--ttft-ms and --itl-ms must be above 0")
     try:
-        bytes_ = None if memory is None else parse_size(memory)
-        given = {"memory": bytes_, "read": _scaled(read_tb_s, 1e12), "multiply": _scaled(tflops, 1e12),
-                 "link": _scaled(link_gb_s, 1e9), "node": gpus_per_host}
-        hardware = _here(given) if hw == "here" else find_hardware(hw, **given)  # type: ignore[arg-type]
-        question = Question(find_shape(model, weight_bits, kv_bits), hardware, engine(), _load(load),
-                            Goals(ttft_ms / 1e3, itl_ms / 1e3), headroom, max_num_seqs)
+        hardware = _here(own.given()) if hw == "here" else find_hardware(hw, **own.given())
+        question = Question(find_shape(model, serving.weight_bits, serving.kv_bits), hardware, engine(), _load(load),
+                            Goals(ttft_ms / 1e3, itl_ms / 1e3), serving.headroom, serving.max_num_seqs, serving.drafts,
+                            serving.accepted)
     except ValueError as e:
         raise UsageError(str(e)) from e
     options = plan(question)
@@ -99,7 +131,7 @@ def _load(text: str) -> Load | list[Talk]:
     return parse_load(text)
 
 
-def _here(given: dict[str, float | int | None]) -> Hardware:
+def _here(given: dict[str, Any]) -> Hardware:
     """This machine's GPU, measured in a process of its own, since torch takes seconds to load."""
     asked = subprocess.run([sys.executable, "-m", PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS)
     if asked.returncode != 0:

@@ -34,7 +34,7 @@ PREFIX = "STRETTO_"
 OTHER_VARIABLES = frozenset({"STRETTO_CACHE", "STRETTO_CONFIG"})  # read elsewhere
 # What Kubernetes sets in every pod beside a Service that is called "stretto".
 _SERVICE_LINK = re.compile(r"STRETTO_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP))")
-CLIENT_COMMANDS = frozenset({("chat",), ("ps",), ("eval",), ("completion",), ("bench", "serve"),
+CLIENT_COMMANDS = frozenset({("chat",), ("ps",), ("eval",), ("completion",), ("plan",), ("bench", "serve"),
                              ("bench", "sweep"), ("bench", "plot"), ("bench", "compare")})
 SERVER_COMMANDS = frozenset({"serve", "explain", "doctor"})  # those that take the server's settings
 
@@ -57,7 +57,7 @@ def setting_names(server: bool = True) -> frozenset[str]:
 
 
 def is_client(tokens: Sequence[str]) -> bool:
-    """Whether the command speaks to a running server, so that it has no settings of an engine."""
+    """Whether the command speaks to a running server, or to none, so that it has no settings of an engine."""
     if tuple(tokens[:1]) == ("run-batch",):
         return any(token.partition("=")[0] == "--base-url" for token in tokens)
     return tuple(tokens[:1]) in CLIENT_COMMANDS or tuple(tokens[:2]) in CLIENT_COMMANDS
@@ -68,7 +68,7 @@ def gather(tokens: Sequence[str], environment: Mapping[str, str], config_file: P
     settings = Settings(list(tokens))
     if is_client(tokens):
         if config_file is not None:
-            settings.notes.append(f"{config_file} is not read: `stretto {tokens[0]}` speaks to a server that runs")
+            settings.notes.append(f"{config_file} is not read: `stretto {tokens[0]}` has no engine to set up")
         return settings  # variables may well be those of the server on the same machine
     told = Told(settings.notes, [])
     settings.tokens = translate_tokens(tokens, told)

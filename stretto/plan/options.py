@@ -69,7 +69,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Question:
-    """What is planned. `headroom`: share of what a replica bears that it is given."""
+    """What is planned. `headroom`: share of what a replica bears that it is given. `drafts`, `accepted`: of a drafter,
+    as in simulate.Replica."""
 
     shape: Shape
     hardware: Hardware
@@ -78,6 +79,8 @@ class Question:
     goals: Goals = Goals()
     headroom: float = 0.8
     seats: int = MOST_SEATS
+    drafts: int = 0
+    accepted: float = 1.0
 
 
 def plan(question: Question) -> list[Option]:
@@ -117,10 +120,11 @@ class _Capacity:
         why = self._impossible()
         if why:
             return self._none(why)
-        steps = Steps(self._question.shape, self._question.hardware, self._question.engine, self._ranks)
+        asked = self._question
+        steps = Steps(asked.shape, asked.hardware, asked.engine, self._ranks)
         self._replica = Replica(
-            steps.cost(self._schedule.budget + self._question.seats), self._kv, self._question.seats,
-            self._schedule.budget, self._schedule.chunk,
+            steps.cost(self._schedule.budget + asked.seats * (1 + asked.drafts)), self._kv, asked.seats,
+            self._schedule.budget, self._schedule.chunk, drafts=asked.drafts, accepted=asked.accepted,
             shared=self._load.shared if isinstance(self._load, Load) else 0)
         return self._of_load(self._load) if isinstance(self._load, Load) else self._of_trace(self._load)
 

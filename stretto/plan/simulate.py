@@ -7,7 +7,8 @@ As the engine does: whoever arrives while a step runs is in the step after the n
 holds the running rows, then chunks of prompts up to its budget, in the order of arrival; KV that is only kept for a
 next turn makes room, the longest idle first, and a turn whose history has gone computes it again. A request is admitted
 when its whole length fits, where the engine would start it and put somebody back if need be. Steps between two events
-that are alike are taken together, since their cost grows evenly with the contexts.
+that are alike are taken together, since their cost grows evenly with the contexts. With a drafter each step verifies
+drafts where that makes a token cheaper, and else none.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 from stretto.host.cost import CostModel, StepWork
 from stretto.plan.load import Drawn, Talk
 
+ROUNDING = 1e-6
 WARM = 0.2  # share of a drawn load in which the batch fills
 
 
@@ -39,7 +41,7 @@ class CostTable:
         self._row, self._cell, self._pair = ((cost.seconds(work) - start) / scale for work in (
             StepWork(scale, 0, 0), StepWork(0, 0, scale), StepWork(0, 0, 0, scale)))
 
-    def seconds(self, rows: int, tokens: int, context: int, pairs: int = 0) -> float:
+    def seconds(self, rows: int, tokens: int, context: float, pairs: int = 0) -> float:
         base = self._base[min(tokens, len(self._base) - 1)]
         return base + rows * self._row + context * self._cell + pairs * self._pair
 
@@ -56,10 +58,12 @@ class Replica:
     chunk: int
     overhead: float = 0.002
     shared: int = 0  # tokens at every conversation's beginning that the prefix cache has
+    drafts: int = 0  # that a row verifies where it pays
+    accepted: float = 1.0  # tokens that such a row gains, its own one included
 
     @cached_property
     def table(self) -> CostTable:
-        return CostTable(self.cost, self.budget + self.seats)
+        return CostTable(self.cost, self.budget + self.seats * (1 + self.drafts))
 
 
 @dataclass
@@ -69,16 +73,16 @@ class Outcome:
 
     first: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
-    gaps: list[tuple[float, int]] = field(default_factory=list)
+    gaps: list[tuple[float, float]] = field(default_factory=list)
     seconds: float = 0.0
     busy: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    output_tokens: int = 0
+    output_tokens: float = 0
     turns: int = 0
     most_kv: int = 0
     blocked_by_kv: float = 0.0  # seconds in which somebody waited for cells, not for a place
-    progress: list[tuple[float, int]] = field(default_factory=list)  # (when, generated tokens so far)
+    progress: list[tuple[float, float]] = field(default_factory=list)  # (when, generated tokens so far)
 
     def first_token(self, share: float) -> float:
         return float(np.quantile(self.first, share)) if self.first else 0.0
@@ -141,9 +145,9 @@ class Simulation:
         heapq.heapify(self._arrivals)  # (when, talk, turn, history)
         self._waiting: deque[_Request] = deque()
         self._filling: deque[_Request] = deque()  # their prompts are being computed
-        self._ends: list[tuple[int, int, _Request]] = []  # (decode steps at which it ends, tie, request)
-        self._decoded = 0  # decode steps so far
-        self._contexts = 0  # cells of the rows that decode
+        self._ends: list[tuple[float, int, _Request]] = []  # (`_decoded` at which it ends, tie, request)
+        self._decoded = 0.0  # tokens that a row which was there all the time would have
+        self._contexts = 0.0  # cells of the rows that decode
         self._reserved = 0  # cells of admitted requests
         self._idle: OrderedDict[int, int] = OrderedDict()  # talk -> cells kept for its next turn
         self._idle_cells = 0
@@ -226,9 +230,9 @@ class Simulation:
             tokens += size
             context += request.context + size
             pairs += size * request.context + size * (size + 1) // 2
-        seconds = self._seconds(rows + len(chunks), rows + tokens, context, pairs)
-        self._pass(seconds, 1)
-        self._grow(1)
+        wide, gained = self._width(len(chunks), tokens, context, pairs)
+        self._pass(self._seconds(wide * rows + len(chunks), wide * rows + tokens, context, pairs), 1, gained)
+        self._grow(gained)
         for request, size in chunks:
             request.left -= size
             request.context += size
@@ -238,37 +242,53 @@ class Simulation:
 
     def _decode_steps(self) -> None:
         """Steps until a row ends, or somebody arrives: seconds of the i-th are `first + i * more`."""
-        rows = len(self._ends)
-        most = self._ends[0][0] - self._decoded
-        first = self._seconds(rows, rows, self._contexts)
-        more = max(self._seconds(rows, rows, self._contexts + rows * most) - first, 0.0) / most
+        wide, gained = self._width(0, 0, self._contexts, 0)
+        fed = wide * len(self._ends)
+        most = math.ceil((self._ends[0][0] - self._decoded) / gained)
+        first = self._seconds(fed, fed, self._contexts)
+        grown = self._contexts + len(self._ends) * most * gained
+        more = max(self._seconds(fed, fed, grown) - first, 0.0) / most
         count = most
         if self._arrivals and self._seats_left():
             count = min(most, 1 + _steps_until(self._arrivals[0][0] - self._now, first, more))
-        self._pass(count * first + more * count * (count - 1) / 2, count)
-        self._grow(count)
+        self._pass(count * first + more * count * (count - 1) / 2, count, gained)
+        self._grow(count * gained)
+
+    def _width(self, chunks: int, tokens: int, context: float, pairs: int) -> tuple[int, float]:
+        """(tokens that each row feeds, tokens that it gains) in a step with so many chunks: drafts where a token gets
+        cheaper by them."""
+        rows, replica = len(self._ends), self._replica
+        if not replica.drafts:
+            return 1, 1.0
+        narrow, wide = (self._seconds(n * rows + chunks, n * rows + tokens, context, pairs)
+                        for n in (1, 1 + replica.drafts))
+        return (1 + replica.drafts, replica.accepted) if wide < replica.accepted * narrow else (1, 1.0)
 
     def _seats_left(self) -> bool:
         return len(self._filling) + len(self._ends) < self._replica.seats
 
-    def _pass(self, seconds: float, steps: int) -> None:
-        """Time of some steps; the next is planned when the last of them starts."""
+    def _pass(self, seconds: float, steps: int, gained: float) -> None:
+        """Time of some steps in each of which every row gains so many tokens; the next step is planned when the last of
+        them starts."""
         if self._waiting and self._seats_left():
             self.outcome.blocked_by_kv += seconds
         self._seen = self._now + seconds * (steps - 1) / steps
         self._now += seconds
         self.outcome.busy += seconds
         if self._ends and self._now >= self._since:
-            self.outcome.gaps.append((seconds / steps, steps * len(self._ends)))
-        self.outcome.output_tokens += steps * len(self._ends)
+            self.outcome.gaps.append((seconds / steps / gained, steps * gained * len(self._ends)))
+        self.outcome.output_tokens += steps * gained * len(self._ends)
         self.outcome.progress.append((self._now, self.outcome.output_tokens))
 
-    def _grow(self, steps: int) -> None:
-        self._decoded += steps
-        self._contexts += steps * len(self._ends)
-        while self._ends and self._ends[0][0] <= self._decoded:
-            _, _, request = heapq.heappop(self._ends)
-            self._contexts -= request.history + request.prompt + request.output - 1
+    def _grow(self, tokens: float) -> None:
+        """Every row has so many more."""
+        self._decoded += tokens
+        self._contexts += tokens * len(self._ends)
+        while self._ends and self._ends[0][0] <= self._decoded + ROUNDING:
+            end, _, request = heapq.heappop(self._ends)
+            beyond = self._decoded - end  # that the last step would have given it
+            self.outcome.output_tokens -= beyond
+            self._contexts -= request.history + request.prompt + request.output - 1 + beyond
             self._end(request)
 
     def _first_token(self, request: _Request) -> None:

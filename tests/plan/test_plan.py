@@ -82,6 +82,25 @@ def test_a_request_alone_takes_the_steps_of_its_tokens():
     assert outcome.between(0.5) == pytest.approx(cost.seconds(StepWork(1, 1, 801)), rel=1e-2)
 
 
+@settings(max_examples=30, deadline=None)
+@given(talks=talks, accepted=st.floats(1.0, 4.9))
+def test_drafts_change_when_tokens_come_and_never_how_many(talks: list[Talk], accepted: float):
+    plain = Replica(flat_cost(), 20_000, 4, 512, 512)
+    drafting = replace(plain, drafts=4, accepted=accepted)
+    ahead, behind = simulate(drafting, talks), simulate(plain, talks)
+    assert ahead.output_tokens == pytest.approx(sum(turn.output for talk in talks for turn in talk.turns))
+    assert len(ahead.first) == len(behind.first)
+
+
+def test_drafts_are_verified_where_they_pay():
+    def seconds(token: float, **drafter) -> float:
+        replica = Replica(flat_cost(token=token), 20_000, 4, 512, 512, **drafter)
+        return simulate(replica, [Talk(0.0, (Turn(10, 401),))]).seconds
+
+    assert seconds(1e-5, drafts=4, accepted=2.0) == pytest.approx(seconds(1e-5) / 2, rel=0.05)
+    assert seconds(1e-2, drafts=4, accepted=2.0) == pytest.approx(seconds(1e-2)), "five tokens cost three times one"
+
+
 def test_a_next_turn_finds_its_history_where_there_is_room():
     talk = Talk(0.0, (Turn(400, 10), Turn(20, 10, think=1.0)))
     other = Talk(0.2, (Turn(400, 10),))
@@ -234,6 +253,11 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str])
 def _same() -> tuple[Question, list[Option]]:
     asked = Question(SMALL, replace(ONE, origin="as given"), engine(), parse_load(ASKED[1]), Goals())
     return asked, plan(asked)
+
+
+def test_settings_of_a_server_are_not_read(capsys: pytest.CaptureFixture[str]):
+    errors, variables = Lines(), {"STRETTO_KV_MEMORY": "4GiB", "STRETTO_MAX_NUM_SEQS": "3"}
+    assert run_app(["plan", "qwen3-0.6b", "--hw", "l4", *ASKED], variables, errors) == 0  # type: ignore[arg-type]
 
 
 def test_exit_code_where_nothing_fits(capsys: pytest.CaptureFixture[str]):
