@@ -198,8 +198,8 @@ def _elastic(prepared: Prepared, limits: HostLimits, device: DeviceHalf, vocab_s
     machine = next(d for d in prepared.facts.devices if d.kind == resolved.device)
     key = [__version__, torch.__version__, machine.name, machine.cores, torch.get_num_threads(), resolved.model_name,
            prepared.facts.model.parameters, resolved.dtype, resolved.kv_dtype, resolved.drafter,
-           resolved.speculation_tokens, limits.pages, limits.page_size, limits.max_slots, limits.chunk, limits.budget, limits.max_model_len,
-           resolved.config.parallel.tensor_parallel_size]
+           resolved.speculation_tokens, limits.pages, limits.page_size, limits.max_slots, limits.chunk, limits.budget,
+           limits.max_model_len, resolved.config.parallel.tensor_parallel_size]
     times = StepTimes(device, limits, vocab_size)
     told = partial(progress, "step times") if progress else None
     samples, _ = cached(cache_folder(), key, lambda: times.measure(progress=told))
