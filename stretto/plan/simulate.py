@@ -255,14 +255,15 @@ class Simulation:
         self._grow(count * gained)
 
     def _width(self, chunks: int, tokens: int, context: float, pairs: int) -> tuple[int, float]:
-        """(tokens that each row feeds, tokens that it gains) in a step with so many chunks: drafts where a token gets
-        cheaper by them."""
+        """(tokens that each row feeds, tokens that it gains) in a step with so many chunks: drafts where a token of the
+        step gets cheaper by them, those of prompts counted like those that are gained."""
         rows, replica = len(self._ends), self._replica
         if not replica.drafts:
             return 1, 1.0
         narrow, wide = (self._seconds(n * rows + chunks, n * rows + tokens, context, pairs)
                         for n in (1, 1 + replica.drafts))
-        return (1 + replica.drafts, replica.accepted) if wide < replica.accepted * narrow else (1, 1.0)
+        pays = wide * (rows + tokens) < narrow * (rows * replica.accepted + tokens)
+        return (1 + replica.drafts, replica.accepted) if pays else (1, 1.0)
 
     def _seats_left(self) -> bool:
         return len(self._filling) + len(self._ends) < self._replica.seats
