@@ -90,7 +90,7 @@ def elastic() -> None:
     plt.axvline(0.98, color="0.5", linewidth=0.8, linestyle=":")
     plt.yticks([-i for i in range(len(rows))], [row[0] for row in rows], fontsize=8)
     plt.xlabel("tokens a second, of the best fixed number of drafts (dotted: 0.98)")
-    plt.legend(loc="lower right")
+    plt.legend(ncol=2, loc="upper center", bbox_to_anchor=(0.5, 1.14))
     save("elastic")
 
 
