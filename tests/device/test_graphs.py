@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stretto.device.graphs import GraphExecutor, bucketed, usual_shapes
+from stretto.device.graphs import GraphExecutor, bucketed, tokens_bucket, usual_shapes
 from stretto.sample.features import SHORT, StepShape
 
 
@@ -34,6 +34,16 @@ def test_steps_of_chunks_have_few_buckets_where_weights_take_the_time() -> None:
     shapes = [StepShape(rows=r, tokens=t, logits=r, width=1, draft_width=0) for r in range(1, 65)
               for t in range(r, 513)]
     assert len({bucketed(s) for s in shapes}) < 50
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("rows, tokens", [(1, 8), (64, 200), (70, 71), (256, 900), (3, 2500)])
+def test_a_number_of_drafts_that_changes_from_step_to_step_shares_graphs(rows: int, tokens: int, short: bool) -> None:
+    """What the cost model of steps is told is what a step becomes."""
+    shapes = [StepShape(rows, tokens, tokens, width, 0, short=short) for width in range(2, 1 + SHORT)]
+    buckets = {bucketed(shape) for shape in shapes}
+    assert len(buckets) == 1 and buckets.pop().tokens == tokens_bucket(rows, tokens, short)
+    assert bucketed(replace(shapes[0], width=1)).width == 1
 
 
 def test_usual_shapes_are_buckets_of_their_own() -> None:
