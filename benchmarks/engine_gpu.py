@@ -178,12 +178,13 @@ def profile(core: EngineCore, rows: int, prompt: int, decode: bool, serial: list
         for _ in range(steps if decode else 2):
             core.step()
         torch.cuda.synchronize()
-    _print_kernels(recorded, f"{rows} rows, {'decode' if decode else 'prefill'}", steps if decode else 1)
+    print_kernels(recorded, f"{rows} rows, {'decode' if decode else 'prefill'}", steps if decode else 1)
     while core.has_work:
         core.step()
 
 
-def _print_kernels(recorded: torch.profiler.profile, title: str, steps: int) -> None:
+def print_kernels(recorded: torch.profiler.profile, title: str, steps: int) -> None:
+    """Kernels by the time they ran, a step; those that overlap count in full, but once in the time that was busy."""
     events = sorted((e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA),
                     key=lambda e: e.time_range.start)
     totals: dict[str, list[float]] = {}

@@ -3,6 +3,7 @@ chunks of prompts, at any context, beside the serial limit of its bytes and oper
 
     python -m benchmarks.step_gpu --scan --json benchmarks/results/step_scan_h200.json
     python -m benchmarks.step_gpu --timeline 64x1024 256x1024        # what runs when in one layer of a decode step
+    python -m benchmarks.step_gpu --kernels 64x1024+2048             # kernels of a step by time, and how long none ran
 
 The slot table is set to the state before the step, a graph of the step's bucket is captured and replayed; the table is
 set back before each replay. Weights, keys, values and ids are random. `--scan` writes the step time over rows, tokens a
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine_gpu import SHAPES, RandomSource, read_rate
+from benchmarks.engine_gpu import SHAPES, RandomSource, print_kernels, read_rate
 from stretto.attn.select import choose_backend
 from stretto.device.graphs import GraphExecutor, bucketed
 from stretto.device.kv import KVCache, group_layers
@@ -139,9 +140,9 @@ class Lab:
                 + max(sum(n for _, n in long) * 4 * kv * c.n_layers / read, 4 * c.n_layers * q * pairs / multiply))
 
     @torch.inference_mode()
-    def timeline(self, rows: list[Rows]) -> None:
-        """Prints the kernels of one layer in the middle of the step: start, duration, both in us. A kernel that starts
-        early waits for the one before: its duration holds the wait."""
+    def record(self, rows: list[Rows]) -> torch.profiler.profile:
+        """One replay of the step's graph, alone: a step that runs again and again may run slower, where the device
+        lowers its clock under its limit of power."""
         self.time(rows, repeats=3)
         plan, shape = self.prepare(rows)
         captured = self.graphs.graphs[bucketed(shape)]
@@ -150,6 +151,12 @@ class Lab:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
             captured.graph.replay()
             torch.cuda.synchronize()
+        return recorded
+
+    def timeline(self, rows: list[Rows]) -> None:
+        """Prints the kernels of one layer in the middle of the step: start, duration, both in us. A kernel that starts
+        early waits for the one before: its duration holds the wait."""
+        recorded = self.record(rows)
         events = sorted((e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA),
                         key=lambda e: e.time_range.start)
         layers = [i for i, e in enumerate(events)
@@ -231,6 +238,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--cases", nargs="*", default=[], help="such as 64x1024, 64x1024x8, 64x1024+2048")
     parser.add_argument("--timeline", nargs="*", default=[], help="cases of which one layer is printed")
+    parser.add_argument("--kernels", nargs="*", default=[], help="cases whose kernels are printed by time")
     parser.add_argument("--scan", action="store_true", help="rows x tokens x contexts x prompt tokens")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -240,6 +248,8 @@ def main() -> None:
     lab = make_lab(args.shape, 257, (1 << 19) + 4096, 8192 + 64)
     for text in args.timeline:
         lab.timeline(parse_case(text))
+    for text in args.kernels:
+        print_kernels(lab.record(parse_case(text)), text, 1)
     cases = [parse_case(text) for text in args.cases] + (list(scan_cases()) if args.scan else [])
     found = measure(lab, cases, read, multiply, quiet=args.scan)
     if args.json:
