@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from stretto.device.ranks import RankFailed
+from stretto.device.ranks import RankFailed, RanksDevice
 from stretto.device.states import kv_groups
 from stretto.engine.core import EngineCore
 from stretto.engine.llm import LLM
@@ -62,6 +62,11 @@ def engine(tiny: Tiny) -> Iterator[EngineCore]:
     finally:
         ranks.close()
         torch.set_num_threads(threads)
+
+
+def rank_1_of(core: EngineCore) -> psutil.Process:
+    assert isinstance(core.device, RanksDevice)
+    return psutil.Process(core.device._close_all.__self__._processes[0].pid)  # type: ignore[attr-defined]
 
 
 OTHERS = [("qwen2", 0, False), ("qwen3", 3, True), ("mistral", 0, True), ("phi3", 3, True), ("glm4", 0, True),
@@ -194,8 +199,7 @@ def test_a_killed_rank_ends_the_engine_also_when_it_is_idle(tmp_path: Path):
         run.submit("x", PROMPTS[0], greedy(4))
         run.finish()
         core.tick()
-        (rank,) = [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
-        rank.kill()
+        rank_1_of(core).kill()
         deadline = time.monotonic() + 20
         with pytest.raises(RankFailed, match="rank 1 has died"):
             while time.monotonic() < deadline:
@@ -209,7 +213,6 @@ def test_a_rank_killed_in_the_middle_of_a_step_ends_the_engine(tmp_path: Path):
         run = Run(core)
         run.submit("x", PROMPTS[2], greedy(200))
         run.step(5)
-        (rank,) = [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
-        rank.kill()
+        rank_1_of(core).kill()
         with pytest.raises(RankFailed, match="rank 1 has died"):
             run.finish()

@@ -6,7 +6,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -15,6 +14,7 @@ from tokenizers.models import WordLevel
 from stretto.attn.triton_ragged import TritonRagged
 from stretto.device.ranks import RankFailed, RanksDevice
 from stretto.engine.llm import LLM
+from tests.device.test_ranks import rank_1_of
 from tests.engine.small import VOCAB, greedy, save_tiny
 from tests.proofs import ProofOf
 
@@ -69,8 +69,7 @@ def test_a_killed_rank_ends_the_engine_at_once(llama: Path):
     llm = make(llama, 2)
     try:
         llm.generate(PROMPTS, greedy(8, ignore_eos=True))
-        (rank,) = [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
-        rank.kill()
+        rank_1_of(llm.core).kill()
         started = time.monotonic()
         with pytest.raises(RankFailed, match="rank 1 has died"):
             llm.generate(PROMPTS, greedy(100, ignore_eos=True))
