@@ -28,12 +28,12 @@ CELLS = {  # settings beside which sessions run: chunks, pages, pools that are t
 
 @pytest.fixture(scope="module")
 def labs(tmp_path_factory):
-    kept: dict[bool, Lab] = {}
+    kept: dict[tuple[bool, bool], Lab] = {}
 
-    def get(window: bool = False) -> Lab:
-        if window not in kept:
-            kept[window] = make_lab(tmp_path_factory.mktemp("tiny"), window, "float32")
-        return kept[window]
+    def get(window: bool = False, states: bool = False) -> Lab:
+        if (window, states) not in kept:
+            kept[window, states] = make_lab(tmp_path_factory.mktemp("tiny"), window, "float32", states=states)
+        return kept[window, states]
     return get
 
 
@@ -108,6 +108,12 @@ def test_stress(labs, drafter, window: bool) -> None:
     counters = chats.counters
     assert counters["session_turns"] == 48 and counters["in_place_turns"] > 8 and counters["mixed_steps"]
     chats.end()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("drafter", [None, "eagle3", "ngram", "suffix", "dspark"])
+def test_stress_where_layers_keep_states(labs, drafter) -> None:
+    test_stress(partial(labs, states=True), drafter, False)
 
 
 def _queue_turns(chats: Chats, sid: str, news: list[list[int]]) -> None:
