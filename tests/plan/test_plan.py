@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from stretto.cli.main import run_app
 from stretto.host.cost import CostModel, StepWork
+from stretto.plan import load as drawing
 from stretto.plan.hardware import Hardware, engine, find_hardware, known_hardware
 from stretto.plan.load import Lengths, Load, Talk, Turn, parse_load, read_trace
 from stretto.plan.options import Goals, Option, Question, kv_room, plan
@@ -23,6 +24,16 @@ from stretto.plan.steps import Steps
 
 SMALL = find_shape("qwen3-0.6b")
 ONE = replace(find_hardware("l4"), node=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_loads():
+    """What must hold of any load, holds of short ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drawing, "USUAL_SECONDS", 40.0)
+        patch.setattr(drawing, "MOST_TURNS", 900)
+        patch.setattr(drawing, "LEAST_TURNS", 200)
+        yield
 
 
 def flat_cost(fixed: float = 0.01, token: float = 1e-4, cell: float = 1e-7) -> CostModel:
@@ -158,8 +169,11 @@ def test_the_prediction_keeps_the_goals():
 @pytest.mark.parametrize("asked, turns_a_second", [
     (load(4, turns=4, think=20.0), 4.0), (load(4), 4.0),
     (Load(Lengths(300, 300), Lengths(50, 100), users=40, turns=5, think=10.0), 40 / 11.0)])
-def test_a_drawn_load_is_what_it_says_from_the_beginning_to_the_end(asked: Load, turns_a_second: float):
+def test_a_drawn_load_is_what_it_says_from_the_beginning_to_the_end(asked: Load, turns_a_second: float,
+                                                                    monkeypatch: pytest.MonkeyPatch):
     """Conversations that last longer than what is simulated have begun before it."""
+    monkeypatch.setattr(drawing, "USUAL_SECONDS", 120.0)
+    monkeypatch.setattr(drawing, "LEAST_TURNS", 400)
     replica = Replica(Steps(SMALL, ONE, engine()).cost(1100), 150_000, 256, 1024, 512)
     drawn = asked.draw()
     outcome = simulate_long(replica, drawn)
