@@ -149,6 +149,16 @@ def test_every_command_is_documented():
 
 
 # ---------------------------------------------------------------------------------------------------------- mined cases
+def test_tests_that_a_page_names_exist() -> None:
+    """Functions and files of tests, in any page."""
+    tests = list((ROOT / "tests").rglob("test_*.py"))
+    known = {path.name for path in tests} | {name for path in tests
+                                             for name in re.findall(r"def (test_\w+)", path.read_text())}
+    named = {(page.name, name) for page in (ROOT / "docs").glob("*.md")
+             for name in re.findall(r"`(?:tests/\w+/)?(test_\w+(?:\.py)?)`", page.read_text())}
+    assert len(named) > 40 and sorted(one for one in named if one[1] not in known) == []
+
+
 CASES = ROOT.parent / "shared/cases/field_bugs.md"
 
 
