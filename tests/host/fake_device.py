@@ -170,10 +170,32 @@ class FakeDevice:
         self.apply(views)
         slots = [row[0] for row in views.rows.tolist()]
         need(len(slots) == len(set(slots)), "two rows of one slot in a step")
-        rows = []
-        for self._row, row in enumerate(views.rows.tolist()):
+        fitting, rows = self.fit(views.rows.tolist(), views.tokens), []
+        for self._row, row in enumerate(fitting):
             rows.append(self.step_row(*row))
         return StepResult(views.seq, rows, 1e-3 * len(rows), moved)
+
+    def fit(self, rows: list[list[int]], tokens: int) -> list[list[int]]:
+        """In a step with room for so many tokens (0: for all), drafts that do not fit wait, those of later rows first;
+        what is pending must fit."""
+        if not tokens:
+            return rows
+        parts = []
+        for s, epoch, q_cap in rows:
+            slot = self.slots[s]
+            live = slot[Int.EPOCH] == epoch and not slot[Int.DONE]
+            q = self.q_of(slot, q_cap) if live else 0
+            needed = min(q, slot[Int.KNOWN] - slot[Int.LEN]) if live else 0
+            parts.append((needed, q - needed))
+        room = tokens - sum(needed for needed, _ in parts)
+        need(room >= 0, "a step has no room for what is pending")
+        for i, (needed, drafts) in enumerate(parts):
+            kept = min(drafts, room)
+            room -= kept
+            self.count["waiting_drafts"] += drafts - kept
+            if kept < drafts:
+                rows[i] = [*rows[i][:2], needed + kept]
+        return rows
 
     def finish_copies(self, fence: int) -> list[Moved]:
         """Makes the copies that the step must wait for, and perhaps others that have had their time."""
