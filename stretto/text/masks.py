@@ -26,7 +26,7 @@ from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_pa
 
 from stretto.wire import LateMask
 
-PATIENCE = 1e-3  # seconds after which masks are shared out; well below a step of a large model
+PATIENCE = 2e-3  # seconds after which masks are shared out; well below a step of a large model
 
 @dataclass(frozen=True)
 class MaskAsk:
