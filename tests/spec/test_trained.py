@@ -30,10 +30,10 @@ def asked(model: Path | str, kind: str) -> Config:
     return Config(model=ModelSection(str(model)), speculation=SpeculationSection(kind))
 
 
-def answers(kind: str) -> list[tuple[list[int], int]]:
+def answers(kind: str, **more) -> list[tuple[list[int], int]]:
     """(ids, steps) of each question, greedily and sampled."""
     with LLM(speculation=kind, device="cpu", dtype="float32", max_model_len=512, kv_tokens=4096, max_num_seqs=8,
-             **({} if kind == "off" else {"speculation_tokens": 5})) as llm:
+             **({} if kind == "off" else {"speculation_tokens": 5}), **more) as llm:
         prompts = [llm.tokenizer.apply_chat_template([{"role": "user", "content": q}]) for q in QUESTIONS]
         sampling = [SamplingParams(temperature=t, max_tokens=NEW, seed=7) for t in (0.0, 1.0) for _ in prompts]
         return [(a.token_ids, a.usage.steps) for a in llm.generate([*prompts, *prompts], sampling)]
@@ -51,6 +51,16 @@ def test_same_text_in_fewer_steps(kind: str, plain: list[list[int]]):
     greedy = found[: len(QUESTIONS)]
     length = sum(len(ids) - 1 for ids, _ in greedy) / sum(steps - 1 for _, steps in greedy)
     assert length >= LEAST[kind], f"{kind}: {length:.2f} ids a step"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_three_ranks(kind: str, plain: list[list[int]]):
+    """The rows of the target's head that a drafter borrows come from all ranks."""
+    found = answers(kind, tensor_parallel_size=3)
+    assert [ids for ids, _ in found] == plain
+    steps = [steps for _, steps in found[: len(QUESTIONS)]]
+    assert sum(steps) < 0.75 * NEW * len(QUESTIONS), f"{kind}: {steps} steps: its drafts are not accepted"
 
 
 @pytest.mark.parametrize("kind", KINDS)
