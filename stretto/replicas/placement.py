@@ -60,10 +60,11 @@ def place(config: Config, gpus: Sequence[str], cores: Sequence[int]) -> tuple[Pl
     count, ranks = config.serve.replicas, config.parallel.tensor_parallel_size
     if config.model.device == "cuda" or (gpus and config.model.device != "cpu"):
         if len(gpus) < count * ranks:
-            least = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''}"
+            least, fit = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''}", len(gpus) // ranks
+            remedy = f"set --replicas {fit} or less" if fit else "choose fewer, or another --device"
             raise ConfigError([Refusal(
                 f"--replicas {count}", f"--tensor-parallel-size {ranks} on {least}",
-                f"{count * ranks} GPUs are needed, {ranks} each", f"set --replicas {len(gpus) // ranks or 1} or less")])
+                f"{count * ranks} GPUs are needed, {ranks} each", remedy)])
         shares = [Place(i, 0, gpus=tuple(gpus[i * ranks : (i + 1) * ranks])) for i in range(count)]
     else:
         each = len(cores) // count
