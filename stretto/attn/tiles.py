@@ -89,7 +89,7 @@ _TABLE = {
 def unsplit(config: KernelConfig) -> KernelConfig:
     """The same with one tile for every row and one item for every tile: a token's keys are then summed by the same
     instructions in the same order wherever it stands, decoded or inside a chunk."""
-    return replace(config, chunk=config.few[0].tile, chunk_items=1)
+    return replace(config, chunk=config.few_for(64).tile, chunk_items=1)
 
 
 def padded(n: int) -> int:
