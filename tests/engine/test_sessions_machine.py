@@ -265,6 +265,20 @@ def test_any_order(oracles, drafter: str, window: str, page: int):
     assert seen["answers"] and seen["faults"] == seen["broken_books"] == 0
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> tuple[Oracle, OneShot]:
+    oracle = Oracle.make(tmp_path_factory.mktemp("hybrid"), "qwen3_next")
+    return oracle, OneShot(make_core(oracle.model, prefix_cache=False, chunk=256, overlap=False))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "scripted"])
+def test_any_order_where_layers_keep_states(hybrid, drafter: str, page: int):
+    seen = run_machine(Setting(*hybrid, drafter, page), QUICK)
+    assert seen["answers"] and seen["faults"] == seen["broken_books"] == 0
+
+
 TINY = [pytest.param(d, w, p, id=f"{d}-{'window' if w else 'all full'}-page {p}")
         for d in DRAFTERS for w in (False, True) for p in (1, 16, 64, 256)]
 ONE_EACH = [pytest.param(d, bool(i % 2), (1, 16, 64, 256)[i // 2 % 4], id=d) for i, d in enumerate(DRAFTERS)]
