@@ -96,11 +96,13 @@ def test_hazard_5_idle_sessions_never_block_the_pool(lab) -> None:
     chats.end()
 
 
-def test_hazard_6_there_are_no_replicas_that_could_miss_a_session(capsys) -> None:
-    """One engine holds all sessions: several of them are refused at start-up, by name."""
-    for flag in ("--tensor-parallel-size", "--data-parallel-size"):
-        code = run_app(["explain", flag, "2"], {}, Console(stderr=True, width=200))
-        assert code != 0 and flag in capsys.readouterr().err.replace("_", "-")
+def test_hazard_6_no_engine_shares_its_name_with_one_that_misses_the_session(capsys) -> None:
+    """Ranks of one engine carry out one host's plans (tests/engine/test_matrix_ranks.py has sessions over two). Engines
+    beside each other in one server are refused by name; replicas are servers, and a session has its home at one of
+    them (tests/replicas/test_fleet.py)."""
+    code = run_app(["explain", "--data-parallel-size", "2"], {}, Console(stderr=True, width=200))
+    told = capsys.readouterr().err.replace("_", "-")
+    assert code != 0 and "--data-parallel-size is not a setting of this engine" in told and "replicas" in told
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["rollback", "keep"])
