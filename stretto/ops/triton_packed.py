@@ -63,17 +63,6 @@ def _number(code, FP4: tl.constexpr):
 
 
 @triton.jit
-def _number(code, FP4: tl.constexpr):
-    """Of four bits, as float32."""
-    if FP4:  # sign, two bits of exponent, one of fraction
-        m = (code & 7).to(tl.float32)
-        m = tl.where(m < 4, m * 0.5, tl.where(m < 6, m - 2.0, m * 2.0 - 8.0))
-        return tl.where(code >= 8, -m, m)
-    else:
-        return code.to(tl.float32) - 8.0
-
-
-@triton.jit
 def _above(code, DTYPE: tl.constexpr):
     """Four bits as the 16-bit number that is larger by 128 (bfloat16) or 1024 (float16): no rounding, no conversion."""
     MAGIC: tl.constexpr = 0x4300 if tl.bfloat16 == DTYPE else 0x6400
