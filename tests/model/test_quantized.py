@@ -11,11 +11,15 @@ from safetensors.torch import load_file, save_file
 
 from stretto.facts import model_facts
 from stretto.model.config import ConfigError
+from stretto.model.dequantize import DequantizedSource
 from stretto.model.experts import ExpertWeights, PackedExperts
 from stretto.model.load import load_model
 from stretto.model.matrix import PlainMatrix
 from stretto.model.quantization import parse_quantization
+from stretto.model.shard import Shard, rows_of, whole
 from stretto.model.source import WeightError
+from stretto.model.weights import Weights
+from stretto.ops.packed import Packed
 from tests.model import quantized
 from tests.model.dense import greedy, run
 from tests.model.tiny import ids_of, oracle_greedy, oracle_logits, save
@@ -209,6 +213,38 @@ def test_in_bfloat16_weights_stay_packed(layout, tmp_path, monkeypatch, caplog):
         projections = sum(p.numel() for name, p in oracle.named_parameters() if "_proj" in name)
         rest = sum(p.numel() for p in oracle.parameters()) - projections
         assert dict(model_facts(tmp_path).packed_bytes)["cpu"] == round(projections * bytes_each) + 2 * rest
+
+
+class Tensors:
+    """A source over a dict."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self.tensors = tensors
+
+    def names(self):
+        return self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+
+@pytest.mark.parametrize("layout", ["gptq-4", "packed-8", "int8"])
+def test_a_rank_takes_its_rows_and_columns_of_packed_weights(layout, monkeypatch):
+    pack, config, _ = LAYOUTS[layout]
+    stored, meant = pack("x", torch.randn(64, 256), torch.Generator().manual_seed(1))
+    source = DequantizedSource(Tensors(stored), parse_quantization({"quantization_config": config}))
+    monkeypatch.setattr("stretto.model.weights.stays_packed", lambda *_: True)
+    for cut_columns in (False, True):
+        weights = Weights(source, torch.bfloat16, CPU, shard=Shard(1, 2))
+        piece = whole("x.weight", 64) if cut_columns else rows_of(weights.shard, "x.weight", 64)
+        (part,) = weights.matrices([piece], 256, cut_columns)
+        weights.fill()
+        assert isinstance(part, Packed)
+        want = meant[:, 128:] if cut_columns else meant[32:]
+        torch.testing.assert_close(part.dequantized(torch.float32), want, atol=2e-3, rtol=1e-2)
 
 
 def test_rows_of_heads_that_are_put_in_another_order(tmp_path):
