@@ -56,14 +56,12 @@ def copied_blocks(bm: int, gated: bool) -> list[Blocks]:
     return [Blocks(*shape, split, 64, True) for shape in fits for split in ((1,) if gated else (1, 2, 4))]
 
 
-def some_rows_blocks(bm: int, gated: bool) -> list[Blocks]:
-    """Of the kernel whose tiles come by the copy engine; bm: rows of a tile, 64 to 256."""
-    shapes = [(32, 64, 6, 4), (32, 128, 4, 4), (32, 256, 4, 4), (64, 64, 3, 8), (64, 64, 4, 8), (64, 64, 6, 4),
-              (64, 128, 3, 4), (64, 128, 4, 8), (128, 64, 3, 8), (128, 64, 4, 8), (128, 64, 6, 8), (128, 128, 3, 8),
-              (256, 64, 3, 8)]
-    fits = [s for s in shapes if (s[0] * (1 + gated) + bm) * s[1] * 2 * s[2] < 220_000
-            and s[0] * (1 + gated) * bm <= 128 * 32 * s[3]]  # at most 128 registers of a thread hold sums
-    return [SomeRows(*shape, split, ahead=64) for shape in fits for split in ((1,) if gated else (1, 2, 3, 4))]
+def some_rows_blocks(bm: int) -> list[Blocks]:
+    """Of the kernel for gated products; bm: rows of a tile, 64 to 256."""
+    shapes = [(32, 64, 6, 4), (32, 128, 4, 4), (64, 64, 3, 8), (64, 64, 4, 8), (64, 64, 6, 4), (64, 128, 3, 4),
+              (128, 64, 3, 8), (128, 64, 4, 8)]
+    return [SomeRows(*s, ahead=64) for s in shapes if (s[0] * 2 + bm) * s[1] * 2 * s[2] < 220_000
+            and s[0] * 2 * bm <= 128 * 32 * s[3]]  # at most 128 registers of a thread hold sums
 
 
 def candidates(m: int, outputs: int, inputs: int, gated: bool, kernels: list[str]) -> list[Blocks]:
@@ -75,8 +73,8 @@ def candidates(m: int, outputs: int, inputs: int, gated: bool, kernels: list[str
         found += few_rows_blocks(max(16, m), gated)
     if m <= 64 and "copies" in kernels:
         found += copied_blocks(max(16, 1 << (m - 1).bit_length()), gated)
-    if m > 64 and "some" in kernels:
-        found += some_rows_blocks(max(64, 1 << (m - 1).bit_length()), gated)
+    if m > 64 and gated and "some" in kernels:
+        found += some_rows_blocks(max(64, 1 << (m - 1).bit_length()))
     chosen = blocks_for(m, outputs, inputs, gated, shared_memory(torch.device("cuda")), copies=True)
     found += [chosen] if chosen is not None and chosen not in found else []
     return [b for b in found if outputs % b.outputs == 0 and inputs % (b.columns * b.split) == 0]
@@ -109,7 +107,7 @@ def compile_one(task: tuple[int, bool, Blocks]) -> str | None:
 
 def launch(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: Blocks, gated: bool) -> None:
     if isinstance(blocks, SomeRows):
-        launch_some_rows(x, w, out, blocks, True, arrivals(), gated=gated)
+        launch_some_rows(x, w, out, blocks, True)
     elif isinstance(blocks, OneRow):
         launch_one_row(x, w, out, blocks, True, gated=gated)
     else:

@@ -113,7 +113,7 @@ class CudaMatrix(PlainMatrix):
         from stretto.ops.triton_some_rows import launch_some_rows
 
         if isinstance(blocks, SomeRows):
-            launch_some_rows(x, self._weight, out, blocks, self._pdl, self._arrivals, self._bias, gated, add)
+            launch_some_rows(x, self._weight, out, blocks, self._pdl, self._bias)
         elif isinstance(blocks, OneRow):
             launch_one_row(x, self._weight, out, blocks, self._pdl, norm, eps, self._bias, gated, add)
         else:

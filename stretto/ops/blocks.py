@@ -32,4 +32,4 @@ class OneRow(Blocks):
 
 @dataclass(frozen=True)
 class SomeRows(Blocks):
-    """A launch of the kernel in `triton_some_rows`."""
+    """A launch of the kernel for gated products of some rows."""
