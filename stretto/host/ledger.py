@@ -510,9 +510,10 @@ class Ledger:
         for g in self._groups:
             start = self._read_from(lease, g)
             for i in range(lease.first[g], start):
-                self._let_go(lease, g, i)
-                lease.pages[g][i] = NULL_PAGE
-                gone.append((g, i, NULL_PAGE))
+                if lease.pages[g][i] != NULL_PAGE:
+                    self._let_go(lease, g, i)
+                    lease.pages[g][i] = NULL_PAGE
+                    gone.append((g, i, NULL_PAGE))
             lease.first[g] = max(lease.first[g], start)
         return gone
 
@@ -551,6 +552,7 @@ class Ledger:
         node = lease.nodes[i] if i < len(lease.nodes) else None  # then the page is full
         if node is not None and node.pages[g] != NULL_PAGE:  # somebody else has kept it
             self.tree.pin(node, g)
+            self._ops.fence(self._fence_of(g, node.pages[g]))
             lease.pages[g][i] = node.pages[g]
         else:
             if lease.pages[g][i] == NULL_PAGE:
