@@ -74,7 +74,7 @@ check: lint
 test-gpu: $(STAMP)
 	STRETTO_TEST_DEVICE=cuda OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q -n 8 tests/gpu tests/attn tests/ops \
 	  tests/model/test_cuda.py tests/spec/test_cuda.py tests/engine/test_oracle.py tests/engine/test_behaviour.py \
-	  tests/engine/test_cases.py $(ARGS)
+	  tests/engine/test_cases.py tests/engine/test_states.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
