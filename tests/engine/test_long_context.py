@@ -38,7 +38,7 @@ SCALED = {"llama-llama3": ("llama", None, LLAMA3), "llama-yarn": ("llama", None,
           "qwen3-moe-yarn": ("qwen3_moe", None, YARN)}
 WINDOWED = {name: (name, WINDOW, None) for name in ("mistral", "qwen2", "gemma2", "gemma3", "phi3", "mixtral",
                                                     "gpt_oss")}  # gpt-oss is scaled by yarn from 64 besides
-QUICK = ("llama-llama3", "llama-yarn", "qwen3-yarn-window", "gemma3", "gpt_oss", "phi3-longrope-window")
+QUICK = ("llama-llama3", "qwen3-yarn-window", "gpt_oss")
 
 
 def longrope() -> tuple[type, transformers.PretrainedConfig]:

@@ -84,8 +84,13 @@ def test_parts_of_a_matrix_stand_for_parts_of_its_numbers(layout):
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.kind != "fp4"], ids=name)
+# Every layout in one type; in the other those whose numbers are made in another way.
+BOTH = [(layout, torch.bfloat16) for layout in LAYOUTS] + [(layout, torch.float16) for layout in LAYOUTS[1:3]]
+IDS = [f"{name(layout)}-{str(dtype)[6:]}" for layout, dtype in BOTH]
+
+
+@pytest.mark.parametrize("layout, dtype", [pair for pair in BOTH if pair[0].kind != "fp4"],
+                         ids=[i for i in IDS if not i.startswith("fp4")])
 def test_few_rows(layout, dtype):
     weight, x = made(layout, 32, 384, dtype), randn(5, 384).to(DEVICE, dtype)
     whole, bias = weight.dequantized(torch.float32), randn(32, seed=4).to(DEVICE, dtype)
@@ -95,8 +100,7 @@ def test_few_rows(layout, dtype):
     assert error(out, want) < LIMITS[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@pytest.mark.parametrize("layout, dtype", BOTH, ids=IDS)
 def test_numbers_are_made_anew(layout, dtype):
     weight = made(layout, 32, 384, dtype)
     torch.testing.assert_close(launch_dequantize(weight, dtype), weight.dequantized(dtype), atol=0,
@@ -146,7 +150,7 @@ def test_on_a_cpu_a_row_does_not_know_the_others(layout):
     assert torch.equal(matrix.add_to(start.clone(), x), start + out) and matrix.logits(x).dtype is torch.float32
 
 
-@pytest.mark.parametrize("rows", [0, 1, 7, MOST_ROWS + 3])
+@pytest.mark.parametrize("rows", [0, 1, MOST_ROWS + 3])
 @pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[7], LAYOUTS[10]], ids=name)
 def test_many_rows_are_those_of_few(layout, rows):
     weight, x = made(layout, 32, 384, torch.float16), randn(rows, 384).to(DEVICE).half()
@@ -194,7 +198,7 @@ def test_what_stays_packed(layout, sizes, device, fixed, packed):
 
 
 # ------------------------------------------------------------------------------------------------------------ experts
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 @pytest.mark.parametrize("layout", [Layout("fp4", 32), Layout("int4", 32, True), Layout("int4", 128, True),
                                     Layout("int8", 32), Layout("int8", 256), Layout("fp8", 256), Layout("fp8", 128)],
                          ids=name)
