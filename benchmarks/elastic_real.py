@@ -72,7 +72,8 @@ def main(data: Path, *, model: str | None = None, drafters: tuple[str, ...] = DR
     """data: the folder with eval/.  drafters: as after --speculation.  rows: questions at a time, each in turn.
     tokens: most of an answer.  waves: that count.  seconds: after which no further cell is begun."""
     ends = time.perf_counter() + seconds
-    options: dict[str, Any] = dict(device=device, dtype=dtype, max_num_seqs=max(rows), max_model_len=LONGEST, kv_tokens=kv_tokens)
+    options: dict[str, Any] = dict(device=device, dtype=dtype, max_num_seqs=max(rows), max_model_len=LONGEST,
+                                   kv_tokens=kv_tokens)
     engines = {name: LLM(model, speculation=name, **options) for name in ("off", *drafters)}
     tokenizer = engines["off"].tokenizer
     asked = _spread(questions(data, None, 0), max(max(rows), 24))

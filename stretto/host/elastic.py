@@ -34,6 +34,7 @@ import numpy as np
 
 from stretto.host.acceptance import Acceptance
 from stretto.host.cost import CostModel, StepWork
+from stretto.host.sizes import PREPARING, Sizes
 from stretto.wire import StepResult
 
 RATED_STEPS = 4  # after which the best rate is looked for again
@@ -43,7 +44,6 @@ PROBE_EXTRA = 0.03  # of a plain step's time that one probe may add, where more 
 PROBE_LEAST = 8  # steps between probes, at least
 SURPRISE = 0.05  # by which the usual acceptance must have risen in a probe, so that another follows at once
 REMEMBERED = 4096  # requests and sessions without a slot
-PREPARING = 0.02  # seconds: a part of what the device takes for a new size, which is then used again and again
 NORMAL = NormalDist()
 LEAST_STEP, MOST_LEAST = 0.05, 0.9  # steps in which `least` moves, and its largest value
 NOTHING = np.zeros((0, 0)), np.zeros((0, 0))  # gains and costs where there are no drafts to choose from
@@ -351,49 +351,6 @@ class Elastic:
             found = [(row.slot, width, len(row.offered)) for row in result.rows if width and row.new and not row.done]
         if found:
             self.acceptance.note_offers(*np.asarray(found).T)
-
-
-class Sizes:
-    """Which sizes of steps the device is prepared for. It captures a graph for each, which takes as long as some steps
-    and some memory. So a size that is new is used only once new ones have promised to save a part of what that costs:
-
-        promised     ...:::|||   prepare the best     ...:::|||   prepare ...        until nothing is left to gain
-
-    Steps with prompt chunks are of any size whatever is chosen, and run without a graph until one comes again."""
-
-    def __init__(self, cost: CostModel, width: int, preparing: float):
-        """It is prepared for rows without drafts, and for rows with `width` drafts each, from the start."""
-        self._cost, self._width, self._preparing = cost, width, preparing
-        self._prepared: dict[tuple[bool, int], np.ndarray] = {}  # of (short, size without drafts): bool, by size
-        self._promised: dict[tuple[bool, int], float] = {}  # seconds
-
-    def _of(self, work: StepWork) -> tuple[tuple[bool, int], np.ndarray]:
-        short, base = work.pairs == 0, int(self._cost.computed(work, work.rows))
-        found = self._prepared.get((short, base))
-        if found is None:
-            found = self._prepared[short, base] = np.zeros(self._cost.most + 1, dtype=bool)
-            if short:
-                found[self._cost.computed(work, np.asarray([base, base * (1 + self._width)]))] = True
-        return (short, base), found
-
-    def ran(self, work: StepWork) -> None:
-        self._of(work)[1][self._cost.computed(work, work.tokens)] = True
-
-    def best(self, work: StepWork, tokens: np.ndarray, value: np.ndarray) -> int:
-        """The best of some variants of a step, by `value` in seconds; the first has no drafts. tokens, value [N]."""
-        best = int(value.argmax())
-        if not self._preparing or work.pairs:
-            return best
-        (key, prepared), sizes = self._of(work), self._cost.computed(work, tokens)
-        if prepared[sizes[best]]:
-            return best
-        familiar = np.where(prepared[sizes], value, -np.inf)
-        familiar[0] = value[0]
-        other = int(familiar.argmax())
-        promised = self._promised.get(key, 0.0) + float(value[best] - value[other])
-        pays = promised >= self._preparing
-        self._promised[key] = 0.0 if pays else promised
-        return best if pays else other
 
 
 def _ranked(gains: np.ndarray) -> np.ndarray:

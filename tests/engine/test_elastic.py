@@ -14,7 +14,8 @@ import torch
 from stretto.device.streams import InlineDevice, ThreadDevice
 from stretto.engine.step_times import LEAST_POINTS, StepTimes, cached, points
 from stretto.host.cost import CostModel, StepWork
-from stretto.host.elastic import Elastic, Sizes
+from stretto.host.elastic import Elastic
+from stretto.host.sizes import Sizes
 from stretto.params import SamplingParams
 from stretto.protocol import SessionTurn
 from stretto.ragged import RaggedStep

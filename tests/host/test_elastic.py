@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from stretto.device.graphs import tokens_bucket
 from stretto.host.acceptance import Acceptance
 from stretto.host.cost import CostModel, StepClock, StepWork, non_negative_least_squares
-from stretto.host.elastic import LEAST_CHUNK, PREPARING, Demand, Elastic, Sizes
+from stretto.host.elastic import LEAST_CHUNK, Demand, Elastic
+from stretto.host.sizes import PREPARING, Sizes
 from stretto.wire import RowResult, StepResult
 from tests.host.elastic_world import (
     CHUNK,

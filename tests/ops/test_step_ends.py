@@ -106,8 +106,8 @@ def test_a_step_from_end_to_end(seed, n, padding, groups):
     step = launch_bind(rows, table.ints, table.log, table.page_tables, 4, *bucket)
     same(step, bind_reference(rows, table.ints, table.log, table.page_tables, 4, *bucket))
 
-    sampling = int((sizes.n_out > 0).sum())
-    smaller = max(needed_of(table, sizes), bucket[0] - 5), max(sampling, bucket[1] - 5)  # of a step with room for fewer drafts
+    sampling = int((sizes.n_out > 0).sum())  # the smaller step has room for fewer drafts
+    smaller = max(needed_of(table, sizes), bucket[0] - 5), max(sampling, bucket[1] - 5)
     cut = launch_bind(rows, table.ints, table.log, table.page_tables, 4, *smaller)
     same(cut, bind_reference(rows, table.ints, table.log, table.page_tables, 4, *smaller))
 

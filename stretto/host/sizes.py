@@ -1,0 +1,53 @@
+"""Which sizes of steps a device is prepared for: it captures a graph for each, which takes as long as some steps, and
+some memory. No torch here."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stretto.host.cost import CostModel, StepWork
+
+PREPARING = 0.02  # seconds: a part of what the device takes for a new size, which is then used again and again
+
+
+class Sizes:
+    """A size that is new is used only once new ones have promised to save a part of what that costs:
+
+        promised     ...:::|||   prepare the best     ...:::|||   prepare ...        until nothing is left to gain
+
+    Steps with prompt chunks are of any size whatever is chosen, and run without a graph until one comes again."""
+
+    def __init__(self, cost: CostModel, width: int, preparing: float):
+        """It is prepared for rows without drafts, and for rows with `width` drafts each, from the start."""
+        self._cost, self._width, self._preparing = cost, width, preparing
+        self._prepared: dict[int, np.ndarray] = {}  # by the size without drafts: bool, by size
+        self._promised: dict[int, float] = {}  # seconds
+
+    def _of(self, work: StepWork) -> tuple[int, np.ndarray]:
+        base = int(self._cost.computed(work, work.rows))
+        found = self._prepared.get(base)
+        if found is None:
+            found = self._prepared[base] = np.zeros(self._cost.most + 1, dtype=bool)
+            found[self._cost.computed(work, np.asarray([base, base * (1 + self._width)]))] = True
+        return base, found
+
+    def ran(self, work: StepWork) -> None:
+        """A step is launched, so that the device is prepared for its size from now on."""
+        if not work.pairs:
+            self._of(work)[1][self._cost.computed(work, work.tokens)] = True
+
+    def best(self, work: StepWork, tokens: np.ndarray, value: np.ndarray) -> int:
+        """The best of some variants of a step, by `value` in seconds; the first has no drafts. tokens, value [N]."""
+        best = int(value.argmax())
+        if not self._preparing or work.pairs:
+            return best
+        (base, prepared), sizes = self._of(work), self._cost.computed(work, tokens)
+        if prepared[sizes[best]]:
+            return best
+        familiar = np.where(prepared[sizes], value, -np.inf)
+        familiar[0] = value[0]
+        other = int(familiar.argmax())
+        promised = self._promised.get(base, 0.0) + float(value[best] - value[other])
+        pays = promised >= self._preparing
+        self._promised[base] = 0.0 if pays else promised
+        return best if pays else other
