@@ -101,7 +101,8 @@ def check(bench: Bench, chunk: int, overlap: bool, policy: str, least: float) ->
     assert counted["mixed_steps"] > 3 and counted["tail_rows"] > 5
     assert counted["drafted"] > (20 if bench.lab.steady else 2)  # a host's drafts come late, to rows of one token
     assert (counted["tail_tokens"] == counted["tail_rows"]) == (policy == "one_in_mixed")
-    assert same_offers(bench.lab, mixed, unmixed, "mixed steps") > 5
+    compared = same_offers(bench.lab, mixed, unmixed, "mixed steps")
+    assert compared > 5 or not bench.lab.steady  # a host's drafts are no offers of the device
     if policy == "full" and bench.lab.steady:
         assert drafts_of(mixed) == drafts_of(unmixed), "acceptance depends on mixing"
     assert counted["accepted"] >= least * counted["drafted"]
