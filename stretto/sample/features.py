@@ -62,8 +62,8 @@ class StepShape:
 
 def step_shape(caps: list[int], rows: list[Features], draft_width: int, exact: bool,
                masked: bool = False, most: int = 0) -> StepShape:
-    """`caps` are the planned q_cap of the rows. `exact`: sizes of tokens and logits are read, not bounded. `most`: tokens
-    of the step, where that is less than the sum of the caps (0: it is not)."""
+    """`caps` are the planned q_cap of the rows. `exact`: sizes of tokens and logits are read, not bounded. `most`:
+    tokens of the step, where that is less than the sum of the caps (0: it is not)."""
     kinds = list({id(f): f for f in rows}.values())  # equal features are one object, so that these are few
     custom = frozenset().union(*(f.processors for f in kinds))
     windows = [min(cap, 1 + f.speculation) for cap, f in zip(caps, rows, strict=True)]
