@@ -162,12 +162,10 @@ def aborts(service: Service) -> APIRouter:
         body = await read_body(service, request, AbortBody)
         check_fields(body, service.settings.strict_requests)
         id = body.rid if body.rid is not None else body.request_id
-        if body.abort_all:
+        if body.abort_all or body.rid_prefix:  # short prefixes reach everybody, too
             if not request.scope["state"].get("is_admin", True):
-                raise admin_only("abort_all")
-            return JSONResponse({"aborted": await service.abort_all()})
-        if body.rid_prefix:
-            return JSONResponse({"aborted": await service.abort_all(body.rid_prefix)})
+                raise admin_only("abort_all" if body.abort_all else "rid_prefix")
+            return JSONResponse({"aborted": await service.abort_all("" if body.abort_all else body.rid_prefix or "")})
         if id is None:
             raise bad_request("give rid, rid_prefix, or abort_all: true", "rid")
         return JSONResponse({"aborted": [id] if await service.abort(id) else []})
