@@ -124,6 +124,7 @@ class EngineCore:
         self.device.mask(pack_mask(mask))
         self._unmasked = None
         self.mask_seconds += time.perf_counter() - before
+        self.host.spread(plan)
         return outputs + self.host.take_outputs()
 
     def _collect(self) -> list[Output]:

@@ -158,19 +158,19 @@ class HostHalf:
                     asks.append(self._mask_ask(i, turn, self._drafts(turn, plan)[: cap - pending]))
         self.counters.masked_positions += sum(1 + len(ask.drafts) for ask in asks)
         mask, stuck = self._masks.make(plan.seq, len(plan.rows), asks)
-        self._spread(plan)
         for i in stuck:
             turn = self.slots.owner(*plan.rows[i][:2])
             assert turn is not None and turn.grammar is not None
             self._unsent += self.results.fail(turn, str(turn.grammar.error() or "the grammar cannot go on"))
         return mask
 
-    def _spread(self, plan: StepPlan) -> None:
-        """Turns whose masks wait for each other get more automata."""
+    def spread(self, plan: StepPlan) -> None:
+        """Turns whose masks wait for each other get more automata. To be called when the plan's mask has gone out: the
+        device waits for that, and not for this."""
         for rows in self._masks.slow:
             turns = [self.slots.owner(*plan.rows[row][:2]) for row in rows]
             states = [turn.grammar for turn in turns if turn is not None and turn.grammar is not None]
-            if self._grammars is not None:
+            if self._grammars is not None and states:
                 self._grammars.spread(states, self._masks.threads)
 
     def _mask_ask(self, row: int, turn: Turn, drafts: list[int]) -> MaskAsk:

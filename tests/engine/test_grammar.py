@@ -10,17 +10,20 @@ import json
 import re
 import time
 from functools import partial
+from itertools import pairwise
 
 import pytest
 from msgspec.structs import replace
 
 from stretto.engine.core import EngineCore
+from stretto.host import grammar as grammar_module
 from stretto.host.faults import HostFault
 from stretto.host.grammar import Grammars, GrammarState
 from stretto.params import Grammar, SamplingParams
 from stretto.protocol import Request
 from stretto.spec.ngram import NgramDrafter
 from stretto.spec.scripted import ScriptedDrafter
+from stretto.text import masks as masks_module
 from stretto.text.grammar import vocabulary
 from stretto.text.stream import IncrementalText
 from stretto.wire import pack_mask
@@ -337,6 +340,27 @@ def test_a_grammar_with_a_dead_end_ends_its_request_alone(oracle) -> None:
         assert run.reason("bad") == "error" and "no token" in run.outputs["bad", 0][-1].error
         assert valid(text(run, "good"))
         run.core.close()
+
+
+def test_the_device_waits_for_masks_and_not_for_automata(oracle, monkeypatch) -> None:
+    """Turns move to other automata when the mask has gone out."""
+    monkeypatch.setattr(masks_module, "PATIENCE", -1.0)  # every mask takes too long
+    monkeypatch.setattr(grammar_module, "SLOW_STEPS", 1)
+    run, order = Run(engine(oracle)), []
+
+    def noted(owner, name: str) -> None:
+        known = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (order.append(name), known(*args))[1])
+
+    noted(run.core.device, "mask")
+    noted(Grammars, "spread")
+    noted(run.core.host._masks, "make")
+    for seed in range(4):
+        run.submit(f"r{seed}", PROMPT, sampled(seed, JSON))
+    run.finish()
+    assert order.count("spread") > 2
+    assert all(before != "make" for before, name in pairwise(order) if name == "spread")
+    run.core.close()
 
 
 def test_a_stale_state_would_be_noticed(oracle, monkeypatch) -> None:

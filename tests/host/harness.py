@@ -468,6 +468,7 @@ class Harness:
         while self.flight:
             self.receive(self.half.process(self.flight.popleft()))
         mask = self.half.mask(plan)
+        self.half.spread(plan)
         self.receive(self.half.take_outputs())
         return mask
 
