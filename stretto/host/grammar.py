@@ -27,7 +27,7 @@ from stretto.text.masks import is_dead_end
 
 COMPILE_THREADS = 2
 COMPILE_SECONDS = 20.0  # from submission on
-CACHED = 256  # compiled grammars
+CACHED = 256  # automata, of all grammars together
 SLOW_STEPS = 4  # with slow masks, after which another automaton is worth its memory
 
 
@@ -38,9 +38,13 @@ class Compiled:
     def __init__(self, grammar: Grammar, first: Future[LLMatcher]):
         self.grammar, self.first = grammar, first
         self.more: list[LLMatcher] = []
-        self.coming: Future[LLMatcher] | None = None
+        self.coming: Future[LLMatcher] | None = None  # stays where it has failed: the next one would fail as well
         self.slow = 0  # how often its masks took too long since the last one came
         self._turns = count()
+
+    @property
+    def automata(self) -> int:
+        return 1 + len(self.more) + (self.coming is not None)
 
     def next(self) -> LLMatcher:
         """Each of them in turn; the first one must be ready."""
@@ -147,10 +151,17 @@ class Grammars:
         if known is None or (known.first.done() and known.first.exception() is not None):
             definition(grammar)
             self._cache[grammar] = known = Compiled(grammar, self._submit(grammar))
-            if len(self._cache) > CACHED:
-                self._cache.popitem(last=False)
         self._cache.move_to_end(grammar)
+        self._let_go()
         return GrammarState(known)
+
+    def _let_go(self) -> None:
+        """Grammars that were used least recently are forgotten until all automata together are few enough. Their turns
+        keep what they have."""
+        kept = sum(known.automata for known in self._cache.values())
+        while kept > CACHED and len(self._cache) > 1:
+            _, known = self._cache.popitem(last=False)
+            kept -= known.automata
 
     def _submit(self, grammar: Grammar) -> Future[LLMatcher]:
         if self._pool is None:
@@ -162,16 +173,19 @@ class Grammars:
         again, another one is compiled, of `most` in all, and every second turn moves there: until they are few enough
         on each."""
         grammar = states[0].grammar
+        if self._cache.get(grammar.grammar) is not grammar:
+            return  # nobody would count what it gets
+        self._cache.move_to_end(grammar.grammar)
         grammar.slow += 1
         if grammar.coming is None:
             if grammar.slow >= SLOW_STEPS and len(grammar.more) + 1 < most:
                 grammar.coming = self._submit(grammar.grammar)
-        elif grammar.coming.done():
-            coming, grammar.coming, grammar.slow = grammar.coming, None, 0
-            if coming.exception() is None:
-                grammar.more.append(coming.result())
-                for state in states[1::2]:
-                    state.move(grammar.more[-1])
+                self._let_go()
+        elif grammar.coming.done() and grammar.coming.exception() is None:
+            grammar.more.append(grammar.coming.result())
+            grammar.coming, grammar.slow = None, 0
+            for state in states[1::2]:
+                state.move(grammar.more[-1])
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         with self._lock:

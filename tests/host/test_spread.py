@@ -108,12 +108,38 @@ def test_a_turn_moves_to_the_same_place_or_stays(made) -> None:
 def test_an_automaton_that_cannot_be_made_changes_nothing(impatient, made, monkeypatch) -> None:
     states = started(made, WORDS, 4)
     automata = [(state.matcher, state.automaton)[1] for state in states]
-    monkeypatch.setattr(made, "_compile", lambda grammar: 1 / 0)
-    made.spread(states, 8)
-    assert states[0].grammar.coming is not None
-    states[0].grammar.coming.exception(timeout=30)
-    made.spread(states, 8)
+    asked: list[Grammar] = []
+    monkeypatch.setattr(made, "_compile", lambda grammar: asked.append(grammar) or 1 / 0)
+    for _ in range(5):
+        made.spread(states, 8)
+        assert states[0].grammar.coming is not None
+        states[0].grammar.coming.exception(timeout=30)
     assert [state.automaton for state in states] == automata and states[0].grammar.more == []
+    assert asked == [WORDS], "a failure is tried again and again"
+
+
+def test_all_automata_together_are_bounded(impatient, made, monkeypatch) -> None:
+    """Those of the grammars that were used least recently go; turns keep theirs, and get no others that nobody counts.
+    A grammar that is asked for again starts anew."""
+    monkeypatch.setattr(grammar_module, "CACHED", 6)
+    bounded = [Grammar("regex", f"[A-Z]{{{n}}}") for n in range(20, 24)]
+    worlds = []
+    for grammar in bounded:
+        states = started(made, grammar, 4)
+        worlds.append(states)
+        for _ in range(8):
+            assert [state.matcher for state in states]
+            made.spread(states, 4)
+            if coming := states[0].grammar.coming:
+                coming.result(timeout=30)
+            assert sum(1 + len(known.more) for known in made._cache.values()) <= 6
+        assert len(states[0].grammar.more) == 3
+    assert bounded[0] not in made._cache and bounded[3] in made._cache
+    old = worlds[0][0].grammar
+    for _ in range(4):
+        made.spread(worlds[0], 16)
+    assert old.coming is None and len(old.more) == 3 and worlds[0][1].take(Characters().encode("AB")) is None
+    assert started(made, bounded[0], 1)[0].grammar is not old
 
 
 @pytest.mark.parametrize("seed", range(6))
