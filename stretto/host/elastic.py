@@ -304,9 +304,11 @@ class Elastic:
         return max(PROBE_LEAST, int(extra / (PROBE_SHARE * max(float(seconds[0]), 1e-9))))
 
     # ---------------------------------------------------------------------------------------------------- results
-    def launched(self, seq: int, choice: Choice, caps: Mapping[int, int], tokens: int, draft_width: int) -> None:
+    def launched(self, seq: int, choice: Choice, caps: Mapping[int, int], tokens: int, draft_width: int,
+                 absent: int) -> None:
         """The plan that came of a choice: q_cap of the rows that decode, by slot; tokens of all its rows at most; what
-        it proposes."""
+        it proposes; for how many of its rows' drafts it has no room: of the choice's `absent` ones those that it could
+        leave out."""
         if not self.on_host:
             self._drafted = draft_width
         allowed = {slot: min(cap - 1, choice.verifiable) for slot, cap in caps.items()}
@@ -315,7 +317,7 @@ class Elastic:
         self._flights[seq] = _Flight(choice, work, allowed)
         self.counters.steps += 1
         self.counters.speculating_steps += any(allowed.values())
-        self.counters.absent_drafts += choice.absent
+        self.counters.absent_drafts += absent
         for n in allowed.values():
             self.counters.chosen[n] += 1
 

@@ -348,7 +348,8 @@ class Planner:
         self._counters.masked_steps += plan.late_mask
         if self._limits.elastic is not None and self._choice is not None:
             caps = {row.turn.slot: row.reservation.q_cap for row in rows if not row.is_chunk}
-            self._limits.elastic.launched(self._seq, self._choice, caps, plan.tokens or planned, plan.draft_width)
+            tokens = plan.tokens or planned
+            self._limits.elastic.launched(self._seq, self._choice, caps, tokens, plan.draft_width, planned - tokens)
         self._seq += 1
         return plan
 

@@ -114,7 +114,8 @@ def play(point: Point, policy, steps: int, seed: int = 0, skip: int = 0, noise: 
             least = choice.least if isinstance(policy, Elastic) else 0.0
             offered = np.minimum(offered, (np.cumprod(chances, axis=1) >= least).sum(1))
         if isinstance(policy, Elastic):
-            policy.launched(step, choice, {slot: 1 + k for slot, k in zip(slots.tolist(), drafts)}, planned, width)
+            policy.launched(step, choice, {slot: 1 + k for slot, k in zip(slots.tolist(), drafts)}, planned, width,
+                            absent)
             rows = [RowResult(slot, 1, 1 + k, n, 0, 0, False, [0] * out, [0] * found) for slot, k, n, out, found
                     in zip(slots.tolist(), drafts, verified.tolist(), emitted.tolist(), offered.tolist())]
             policy.ran(StepResult(step, rows), took)

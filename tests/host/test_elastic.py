@@ -139,7 +139,7 @@ def test_the_price_of_a_draft_rises_with_the_load_and_requests_that_name_their_n
             demand = Demand(np.arange(1, rows + 1), np.full(rows, WIDTH), np.full(rows, fixed), rows * 300)
             for seq in range(3):
                 choice = policy.choose(demand)
-                policy.launched(seq, choice, dict.fromkeys(range(1, rows + 1), 1), rows, WIDTH)
+                policy.launched(seq, choice, dict.fromkeys(range(1, rows + 1), 1), rows, WIDTH, 0)
             asked[rows, fixed] = choice.least
     assert asked[1, False] <= 0.05 < asked[64, False] < asked[256, False] <= 0.9
     assert not any(least for (_, fixed), least in asked.items() if fixed)
@@ -181,7 +181,8 @@ def test_a_choice_keeps_every_bound(data: st.DataObject):
         assert choice.draft_width in policy.widths and choice.draft_width >= max(widths[fixed], default=0)
         assert all(k <= choice.verifiable for k, f in zip(choice.drafts, fixed) if not f)
         tokens = rows + sum(choice.drafts) + choice.chunk_tokens
-        policy.launched(seq, choice, {i + 1: 1 + k for i, k in enumerate(choice.drafts)}, tokens, choice.draft_width)
+        policy.launched(seq, choice, {i + 1: 1 + k for i, k in enumerate(choice.drafts)}, tokens, choice.draft_width,
+                        choice.absent)
 
 
 def test_a_latency_goal_bounds_the_step():
@@ -340,7 +341,7 @@ def test_a_step_is_timed_from_the_end_of_the_one_before():
 def test_results_of_rows_nobody_chose_are_left_out():
     policy = elastic()
     demand = Demand(np.asarray([1]), np.asarray([WIDTH]), np.asarray([False]), 100, 64, 64)
-    policy.launched(0, policy.choose(demand), {1: 1}, 65, WIDTH)
+    policy.launched(0, policy.choose(demand), {1: 1}, 65, WIDTH, 0)
     chunk = RowResult(2, 1, 64, 0, 64, 65, False, [5], [])
     decode = RowResult(1, 1, 1, 0, 10, 11, False, [5], [])
     policy.ran(StepResult(0, [chunk, decode]), 0.01)

@@ -47,6 +47,20 @@ def test_answers_are_those_of_the_oracle_and_drafts_wait(drafter: str):
     assert waited > 20 and accepted > 20 and mixed > 0
 
 
+def test_room_that_was_left_out_is_counted_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    """A choice may leave out more drafts than its plan's rows have."""
+    left_out, bound = [], Planner._bound
+
+    def noted(self, plan, planned, drafts):
+        bound(self, plan, planned, drafts)
+        left_out.append(planned - plan.tokens if plan.tokens else 0)
+
+    monkeypatch.setattr(Planner, "_bound", noted)
+    harness = Harness(world_of(1, "ngram"), 1)
+    harness.run(40)
+    assert harness.half.stats()[0]["elastic_absent_drafts"] == sum(left_out) > 0
+
+
 def test_a_step_without_room_for_what_is_pending_is_seen(monkeypatch: pytest.MonkeyPatch):
     bound = Planner._bound
     monkeypatch.setattr(Planner, "_bound", lambda self, plan, planned, drafts: bound(self, plan, planned, drafts + 1))
