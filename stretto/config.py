@@ -277,6 +277,7 @@ class ModelFacts:
     native: bool = True  # run by this engine's own layers, not by transformers' modules
     sampling_defaults: tuple[tuple[str, float], ...] = ()  # of generation_config.json, by the names of SamplingParams
     packed_bytes: tuple[tuple[str, int], ...] = ()  # of quantised weights by type of device, for 16-bit activations
+    unpacked_bytes: int = 0  # of the largest matrix that a GPU makes anew of packed weights, for one product
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,8 @@ def model_facts(path: Path) -> ModelFacts:
 def _native_facts(path: Path, config: ModelConfig, source: WeightSource,
                   generation: Mapping[str, Any] | None) -> ModelFacts:
     model = check_native(config, source)
+    kept = {device: found for device in ("cpu", "cuda")
+            if (found := kept_bytes(config, source, torch.bfloat16, device)) is not None}
     states = [] if model is None else states_of(model)
     layers = [LayerSpec(config.n_heads, config.n_kv_heads, config.head_dim, 1.0, window) for window in config.windows
               if window != STATE]
@@ -119,8 +121,8 @@ def _native_facts(path: Path, config: ModelConfig, source: WeightSource,
         dtype="gguf" if path.suffix == ".gguf" else config.dtype or "float32",
         kv_groups=kv_groups(layers, states), n_kv_heads=config.n_kv_heads,
         sampling_defaults=sampling_defaults(generation),
-        packed_bytes=tuple((device, size) for device in ("cpu", "cuda")
-                           if (size := kept_bytes(config, source, torch.bfloat16, device)) is not None))
+        packed_bytes=tuple((device, size) for device, (size, _) in kept.items()),
+        unpacked_bytes=kept.get("cuda", (0, 0))[1])
 
 
 def _inner_width(config: ModelConfig) -> int:

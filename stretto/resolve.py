@@ -352,7 +352,7 @@ class _Resolution:
         asked = self.config.schedule
         seqs = asked.max_num_seqs or DEFAULT_SEQS[device.kind]
         budget = asked.max_num_batched_tokens or DEFAULT_STEP_TOKENS[device.kind]
-        room = SCRATCH_SHARE * max(device.memory_free - self._weights(dtype), 0)
+        room = SCRATCH_SHARE * max(device.memory_free - self._weights(dtype) - self._unpacked(dtype), 0)
         fitted_budget, fitted_seqs = budget, seqs
         while asked.max_num_batched_tokens is None and fitted_budget > LEAST_STEP_TOKENS \
                 and self._step_buffers(dtype, fitted_seqs, fitted_budget, width) > room:
@@ -399,6 +399,14 @@ class _Resolution:
             return None
         return dict(self.model.packed_bytes).get(self.kind)
 
+    def _unpacked(self, dtype: str) -> int:
+        """For the matrix that many rows are multiplied by, made anew of packed weights; graphs have memory of their
+        own for it."""
+        if self.kind != "cuda" or self._packed_bytes(dtype) is None:
+            return 0
+        places = 1 if self.config.schedule.enforce_eager else 2
+        return places * self.model.unpacked_bytes // self.config.parallel.tensor_parallel_size
+
     def _step_buffers(self, dtype: str, seqs: int, budget: int, width: int) -> int:
         """Activations of one layer at the widest step, and three copies of the logits."""
         logit_rows = min(budget, seqs * (1 + width))
@@ -431,7 +439,7 @@ class _Resolution:
     def _memory(self, device: DeviceFacts, dtype: str, step: tuple[int, int], width: int, context: int,
                 page_size: int) -> MemoryPlan:
         seqs, budget = step
-        buffers = self._step_buffers(dtype, seqs, budget, width)
+        buffers = self._step_buffers(dtype, seqs, budget, width) + self._unpacked(dtype)
         buffers += HOST_STAGING if self.config.kv.kv_host_bytes else 0
         buffers += RANKS_MEMORY if device.kind == "cuda" and self.config.parallel.tensor_parallel_size > 1 else 0
         draft = self.drafter.parameters * ITEM_BYTES[dtype] if self.drafter else 0

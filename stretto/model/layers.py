@@ -42,6 +42,7 @@ class Linear:
         pieces = [part if isinstance(part, Piece) else whole(*part) for part in parts]
         self._order, self._fixed, self._shard = order, w.fixed, w.shard if summed and w.shard.ranks > 1 else None
         weights = w.matrices([replace(p, name=f"{p.name}.weight") for p in pieces], inputs, summed, order is not None)
+        w.multiplied(weights)
         bias_of = [replace(p, name=f"{p.name}.bias") for p in pieces] if bias else None
         self._parameters = weights, None if bias_of is None else w.stack_pieces(bias_of)
         self._bias_elsewhere = self._shard is not None and w.shard.rank > 0  # it counts once
@@ -379,6 +380,7 @@ class Head:
             w.ignore(own)
         else:
             self.weights = w.matrices([piece], hidden)
+        w.multiplied(self.weights, elsewhere=tied)
         self._fixed = w.fixed
         w.then(self._settle)
 

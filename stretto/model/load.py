@@ -77,14 +77,14 @@ def check_native(config: ModelConfig, source: WeightSource) -> CausalModel | Non
     return model
 
 
-def kept_bytes(config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: str) -> int | None:
+def kept_bytes(config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: str) -> tuple[int, int] | None:
     """Bytes of a native model's weights as they are kept on a device of this type, where some stay in fewer bits than
-    `dtype` has; else None. Reads no weights."""
+    `dtype` has, and those that one product takes beside them; else None. Reads no weights."""
     if config.architecture not in NATIVE or not isinstance(source, PackedSource):
         return None
     weights = Weights(source, dtype, torch.device("meta"), kernels=device)
     NATIVE[config.architecture](config, weights, 1)
-    return weights.nbytes
+    return weights.nbytes, weights.scratch_bytes
 
 
 def build_on_meta(path: Path, adapters: AdapterBank | None = None, shard: Shard | None = None) -> None:

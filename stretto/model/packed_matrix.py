@@ -3,7 +3,7 @@
     CPU, bfloat16     torch's int4 and int8 kernels; int8 with a scale for each group of columns as two int4 matrices:
                           code = 16 * high + low           W = 16 s * high + s * low
     CUDA              ours for few rows (`ops.triton_packed`); many rows are multiplied by the matrix made anew in 16
-                      bits, in memory that all matrices share; e4m3 by e4m3 where the checkpoint means so
+                      bits for the length of the product; e4m3 by e4m3 where the checkpoint means so
 
 A row's result does not depend on the rows beside it on a CPU: torch's kernels sum each row by itself. On CUDA it
 differs by rounding, as with all products there. Inputs that are rounded to e4m3 are rounded row by row, for few rows
@@ -62,11 +62,28 @@ def packed_matrix(weight: Packed, bias: torch.Tensor | None = None) -> Matrix:
     """`weight` has been found to stay packed."""
     layout = weight.layout
     if weight.codes.is_cuda:
-        eight_bits = layout.eight_bit_inputs and layout.group == weight.inputs and weight.scales.dtype is torch.float32
-        return (EightBitMatrix if eight_bits else PackedCudaMatrix)(weight, bias)
+        return (EightBitMatrix if _by_eight_bits(weight) else PackedCudaMatrix)(weight, bias)
     if layout.kind == "int8" and layout.group == weight.inputs and not layout.offsets:
         return Int8CpuMatrix(weight, bias)
     return Int4CpuMatrix(weight, bias)
+
+
+def _by_eight_bits(weight: Packed) -> bool:
+    layout = weight.layout
+    return layout.eight_bit_inputs and layout.group == weight.inputs and weight.scales.dtype is torch.float32
+
+
+def matrix_bytes(weight: Packed, device: str) -> tuple[int, int]:
+    """What `packed_matrix` of it keeps on a device of this type, and what a product takes beside that for its length:
+    the matrix in 16 bits, on CUDA."""
+    layout, numbers = weight.layout, weight.numel()
+    if device == "cuda":
+        return weight.by_groups().nbytes, 0 if _by_eight_bits(weight) else 2 * numbers
+    if layout.kind == "int8" and layout.group == weight.inputs and not layout.offsets:
+        return weight.nbytes, 0
+    group = _cpu_group(layout, weight.inputs)
+    assert group is not None
+    return (layout.bits // 4) * (numbers // 2 + numbers // group * 2 * weight.scales.itemsize), 0
 
 
 class _CpuMatrix:
@@ -142,9 +159,7 @@ class PackedCudaMatrix:
     """Few rows are multiplied by the codes, many by numbers that are made of them for the occasion."""
 
     def __init__(self, weight: Packed, bias: torch.Tensor | None = None):
-        from stretto.ops.triton_packed import by_groups
-
-        self._weight, self._bias, self._scales = weight, bias, by_groups(weight)
+        self._weight, self._bias = weight.by_groups(), bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._into(x, x.dtype)
@@ -170,8 +185,7 @@ class PackedCudaMatrix:
     def _few(self, x: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
         from stretto.ops.triton_packed import launch_few_rows
 
-        launch_few_rows(x if x.stride(1) == 1 else x.contiguous(), self._weight, out, self._bias, add,
-                        scales=self._scales)
+        launch_few_rows(x if x.stride(1) == 1 else x.contiguous(), self._weight, out, self._bias, add)
 
     def _many(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from stretto.ops.triton_packed import launch_dequantize
@@ -184,17 +198,21 @@ class PackedCudaMatrix:
 class EightBitMatrix(PackedCudaMatrix):
     """e4m3 weights with a scale a row, by inputs that are rounded to e4m3 with a scale a row."""
 
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The float32 sums themselves. Many rows are several times few: torch's product of e4m3 gives bfloat16."""
+        return torch.cat([super(EightBitMatrix, self).logits(some) for some in x.split(MOST_ROWS)])
+
     def _few(self, x: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
         from stretto.ops.triton_packed import launch_few_rows, round_rows
 
         codes, scales = round_rows(x if x.stride(1) == 1 else x.contiguous())
-        launch_few_rows(codes, self._weight, out, self._bias, add, scales, scales=self._scales)
+        launch_few_rows(codes, self._weight, out, self._bias, add, scales)
 
     def _many(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from stretto.ops.triton_packed import round_rows
 
         codes, scales = round_rows(x if x.stride(1) == 1 else x.contiguous())
-        made = torch._scaled_mm(codes, self._weight.codes.t(), scales[:, None], self._weight.scales.t(),
+        made = torch._scaled_mm(codes, self._weight.codes.t(), scales[:, None], self._weight.scales,
                                 out_dtype=torch.bfloat16)
         made = made if self._bias is None else made.add_(self._bias)
         return made.to(dtype)

@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 
 from stretto.model.lora import AdapterBank
-from stretto.model.packed_matrix import stays_packed
+from stretto.model.packed_matrix import matrix_bytes, stays_packed
 from stretto.model.shard import Piece, Shard, cut, whole
 from stretto.model.source import PackedSource, WeightError, WeightSource
 from stretto.ops.packed import Layout, Packed
@@ -76,6 +76,8 @@ class Weights:
         self._copies: list[_Copy | _PackedCopy] = []
         self._ignored: set[str] = set()
         self._after: list[Callable[[], None]] = []
+        self._added = 0  # bytes that matrices keep beyond what was declared for them
+        self.scratch_bytes = 0  # that one product takes at most, beside what is kept: see `matrix_bytes`
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor `name`, which must have this shape."""
@@ -189,10 +191,20 @@ class Weights:
         if parts:
             raise WeightError("the checkpoint does not fit its config: " + "; ".join(parts))
 
+    def multiplied(self, weights: Sequence[torch.Tensor | Packed], elsewhere: bool = False) -> None:
+        """Notes that each of these that is packed becomes a `packed_matrix`. `elsewhere`: and stays what it is for
+        others."""
+        for weight in weights:
+            if isinstance(weight, Packed):
+                kept, scratch = matrix_bytes(weight, self.kernels)
+                shared = weight.codes.nbytes if self.kernels == "cuda" else 0
+                self._added += kept - (shared if elsewhere else weight.nbytes)
+                self.scratch_bytes = max(self.scratch_bytes, scratch)
+
     @property
     def nbytes(self) -> int:
-        """Of all that has been declared."""
-        return sum(copy.target.nbytes for copy in self._copies)
+        """Of all that has been declared, as it is kept."""
+        return sum(copy.target.nbytes for copy in self._copies) + self._added
 
     def fill(self, progress: Progress | None = None) -> None:
         """Checks, then copies everything. Raises WeightError."""

@@ -36,10 +36,6 @@ class Layout:
     def bits(self) -> int:
         return 4 if self.kind in ("int4", "fp4") else 8
 
-    def nbytes(self, outputs: int, inputs: int, itemsize: int) -> int:
-        """Of a matrix, scales and offsets of `itemsize` bytes included."""
-        return outputs * (inputs * self.bits // 8 + (inputs // self.group) * itemsize * (1 + self.offsets))
-
 
 @dataclass(frozen=True)
 class Packed:
@@ -115,6 +111,42 @@ class Packed:
         if self.offsets is not None:
             grouped += self.offsets.float()[..., None]
         return grouped.view(self.outputs, self.inputs).to(dtype)
+
+    def by_groups(self) -> ByGroups:
+        """The same as the kernels for matrices on CUDA read it; shares the codes."""
+        scales, offsets = self.scales.t(), None if self.offsets is None else self.offsets.t()
+        if self.layout.bits == 8:
+            return ByGroups(self.layout, self.codes, scales.float().contiguous(),
+                            None if offsets is None else offsets.float().contiguous())
+        other = torch.zeros_like(scales) if offsets is None else offsets
+        low, high = (part.contiguous().view(torch.int16).int() for part in (scales, other))
+        return ByGroups(self.layout, self.codes, (low & 0xFFFF) | (high << 16))
+
+
+@dataclass(frozen=True)
+class ByGroups:
+    """A matrix whose scales are [groups, outputs]: what a program needs of a group lies together, 4 bytes each, so that
+    it comes by the pipeline of the kernel's loop.
+
+    4 bits   scales int32, pairs: a scale in the low 16 bits, an offset in the high ones; no offsets
+    8 bits   scales and offsets float32"""
+
+    layout: Layout
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.codes.shape[1] * 8 // self.layout.bits
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.codes, self.scales, self.offsets) if t is not None)
 
 
 def pack4(values: torch.Tensor) -> torch.Tensor:

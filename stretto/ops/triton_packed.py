@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from stretto.ops.launch import dependent, overlaps, shared_memory
-from stretto.ops.packed import BLOCK, Packed
+from stretto.ops.packed import BLOCK, ByGroups, Packed
 from stretto.ops.triton_fp8 import rounded
 from stretto.ops.triton_grouped import block_of
 from stretto.ops.triton_launch import begin
@@ -232,9 +232,10 @@ def grouped_kernel(x, codes, scales, offsets, bias, bounds, rows_in, rows_out, o
 
 
 @triton.jit
-def dequantize_kernel(codes, scales, offsets, out, inputs, NIBBLES: tl.constexpr, FP4: tl.constexpr,
+def dequantize_kernel(codes, scales, offsets, out, n, inputs, NIBBLES: tl.constexpr, FP4: tl.constexpr,
                       GROUP: tl.constexpr, OFFSETS: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
-    """One program for BK columns of a row, BK a multiple of BLOCK or all of the row."""
+    """One program for BK columns of a row of n, BK a multiple of BLOCK or all of the row; scales and offsets as
+    `packed.ByGroups` has them, pairs of `out`'s type."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     inside = k < inputs
@@ -245,10 +246,15 @@ def dequantize_kernel(codes, scales, offsets, out, inputs, NIBBLES: tl.constexpr
         number = _number(tl.where(k // HALF % 2 == 1, both >> 4, both & 15), FP4)
     else:
         number = tl.load(codes + row * inputs + k, mask=inside, other=0.0).to(tl.float32)
-    group = row * (inputs // GROUP if GROUP > 0 else 1) + (k // GROUP if GROUP > 0 else k * 0)
-    number = number * tl.load(scales + group, mask=inside, other=0.0).to(tl.float32)
-    if OFFSETS:
-        number += tl.load(offsets + group, mask=inside, other=0.0).to(tl.float32)
+    last = tl.minimum(k, inputs - 1)
+    at = (last // GROUP if GROUP > 0 else last * 0) * n + row
+    if NIBBLES:
+        scale, offset = _scale_and_offset(scales, at, out.dtype.element_ty)
+        number = number * scale + offset
+    else:
+        number = number * tl.load(scales + at)
+        if OFFSETS:
+            number += tl.load(offsets + at)
     tl.store(out + row * inputs + k, number.to(out.dtype.element_ty), mask=inside)
 
 
@@ -267,7 +273,7 @@ def round_rows_kernel(x, out, scales, inputs, x_stride, BLOCK_K: tl.constexpr, P
 INTERPRETED = isinstance(few_bytes_kernel, InterpretedFunction)
 
 
-def blocks_for(weight: Packed, rows: int, itemsize: int, shared: int) -> Blocks:
+def blocks_for(weight: Packed | ByGroups, rows: int, itemsize: int, shared: int) -> Blocks:
     """What a program reads at a time is large, so that memory is never idle, and lies in one group part by part; with
     the inputs of `rows` rows, of `itemsize` bytes each, it fits the `shared` memory of a program."""
     group, inputs, bits = weight.layout.group, weight.inputs, weight.layout.bits
@@ -285,37 +291,21 @@ def blocks_for(weight: Packed, rows: int, itemsize: int, shared: int) -> Blocks:
     return Blocks(outputs, part, parts, STAGES, 4)
 
 
-def _shape(weight: Packed) -> dict:
+def _shape(weight: Packed | ByGroups) -> dict:
     layout = weight.layout
     return {"NIBBLES": layout.bits == 4, "FP4": layout.kind == "fp4", "OFFSETS": layout.offsets,
             "GROUP": 0 if layout.group == weight.inputs else layout.group}
 
 
-Scales = tuple[torch.Tensor, ...]
-
-
-def by_groups(weight: Packed) -> Scales:
-    """As the kernels for few rows read them, [groups, outputs]: what a program needs of a group lies together, 4 bytes
-    each, so that it comes by the pipeline of the loop. Of int4: pairs of scale and offset; else scales and offsets."""
-    scales, offsets = weight.scales.t(), None if weight.offsets is None else weight.offsets.t()
-    if weight.layout.bits == 8:
-        return (scales.float().contiguous(), *(() if offsets is None else (offsets.float().contiguous(),)))
-    other = torch.zeros_like(scales) if offsets is None else offsets
-    low, high = (part.contiguous().view(torch.int16).int() for part in (scales, other))
-    return ((low & 0xFFFF) | (high << 16),)
-
-
-def launch_few_rows(x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None = None,
-                    add: bool = False, row_scales: torch.Tensor | None = None, blocks: Blocks | None = None,
-                    scales: Scales | None = None) -> None:
+def launch_few_rows(x: torch.Tensor, weight: ByGroups, out: torch.Tensor, bias: torch.Tensor | None = None,
+                    add: bool = False, row_scales: torch.Tensor | None = None, blocks: Blocks | None = None) -> None:
     """x [m, inputs] with contiguous rows, m <= MOST_ROWS; out [m, outputs] contiguous. `row_scales` [m]: of e4m3.
-    `scales`: `by_groups` of the weight. Scales of int4 are of x's type. ValueError for fp4: only experts are."""
+    Scales of int4 are of x's type. ValueError for fp4: only experts are."""
     if weight.layout.kind == "fp4":
         raise ValueError("fp4 weights are multiplied as experts only: use launch_grouped, or dequantise them")
     (m, inputs), n, layout = x.shape, weight.outputs, weight.layout
     shared = shared_memory(x.device) if x.is_cuda else 227 * 1024
     blocks = blocks or blocks_for(weight, max(16, triton.next_power_of_2(m)), x.element_size(), shared)
-    scales = scales or by_groups(weight)
     group, bm = 0 if layout.group == inputs else layout.group, max(16, triton.next_power_of_2(m))
     common = dict(GROUP=group, BIAS=bias is not None, ADD=add, BM=bm, BN=blocks.outputs, PARTS=blocks.parts,
                   STAGES=blocks.stages, PDL=overlaps(x.device), UPCAST=INTERPRETED and x.dtype is not torch.float32,
@@ -323,12 +313,13 @@ def launch_few_rows(x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: to
     given, grid = x if bias is None else bias, (n // blocks.outputs,)
     if layout.bits == 4:
         flush = min(group, BLOCK * blocks.parts)
-        few_nibbles_kernel[grid](x, _sums(x, flush or inputs, bm), weight.codes, scales[0], given, out, m, n, inputs,
-                                 x.stride(0), FLUSH=flush, **common)
+        few_nibbles_kernel[grid](x, _sums(x, flush or inputs, bm), weight.codes, weight.scales, given, out, m, n,
+                                 inputs, x.stride(0), FLUSH=flush, **common)
         return
-    sums = _sums(x, blocks.part if group else inputs, bm) if layout.offsets else scales[0]
-    few_bytes_kernel[grid](x, sums, weight.codes, scales[0], scales[-1], given,
-                           scales[0] if row_scales is None else row_scales, out, m, n, inputs, x.stride(0),
+    scales, offsets = weight.scales, weight.offsets
+    sums = scales if offsets is None else _sums(x, blocks.part if group else inputs, bm)
+    few_bytes_kernel[grid](x, sums, weight.codes, scales, scales if offsets is None else offsets, given,
+                           scales if row_scales is None else row_scales, out, m, n, inputs, x.stride(0),
                            OFFSETS=layout.offsets, ROW_SCALES=row_scales is not None, PART=blocks.part, **common)
 
 
@@ -362,12 +353,13 @@ def launch_grouped(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, b
     return out
 
 
-def launch_dequantize(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
-    """[outputs, inputs], rounded once."""
+def launch_dequantize(weight: ByGroups, dtype: torch.dtype) -> torch.Tensor:
+    """[outputs, inputs], rounded once. Scales of 4 bits are of this type."""
     out = torch.empty(weight.outputs, weight.inputs, dtype=dtype, device=weight.codes.device)
     block = min(1024, triton.next_power_of_2(weight.inputs))
     dequantize_kernel[(weight.outputs, triton.cdiv(weight.inputs, block))](
-        weight.codes, weight.scales, out if weight.offsets is None else weight.offsets, out, weight.inputs,
+        weight.codes, weight.scales, weight.scales if weight.offsets is None else weight.offsets, out, weight.outputs,
+        weight.inputs,
         **_shape(weight), BK=block, PDL=overlaps(out.device), num_warps=4, **dependent(out.device))
     return out
 

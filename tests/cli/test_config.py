@@ -250,6 +250,9 @@ def test_packed_weights_count_as_what_they_take():
     assert exact.memory.weights == 8_000_000_000 and "dequantised" in decision(exact, "quantised weights").why
     fixed = resolve(Config(model=ModelSection(deterministic=True)), facts(GPU, model=found))
     assert fixed.memory.weights == 4_000_000_000
+    large = replace(found, unpacked_bytes=GIB // 4)
+    assert resolve(Config(), facts(GPU, model=large)).memory.step_buffers - on_gpu.memory.step_buffers == 2 * GIB // 4
+    assert resolve(Config(), facts(model=large)).memory == on_cpu.memory, "a CPU makes none anew"
     small = resolve(Config(), facts(model=replace(found, parameters=135_000_000)))
     assert small.dtype == "float32", "small models are exact and fast as they are"
 

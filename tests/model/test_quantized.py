@@ -180,8 +180,8 @@ def test_experts_that_are_stored_one_by_one(tmp_path):
 # ------------------------------------------------------------------------------------------------------ kept packed
 # What the matrices of the projections become for bfloat16 on a CPU, and in how many bytes a number of them is kept.
 PACKED = {"gptq-4": ("Int4CpuMatrix", 0.5 + 4 / 32), "gptq-v2": ("Int4CpuMatrix", 0.5 + 4 / 32),
-          "awq": ("Int4CpuMatrix", 0.5 + 4 / 32), "packed-4": ("Int4CpuMatrix", 0.5 + 2 / 32),
-          "packed-4-zero-points": ("Int4CpuMatrix", 0.5 + 4 / 32), "packed-8": ("Int4CpuMatrix", 1 + 2 / 32),
+          "awq": ("Int4CpuMatrix", 0.5 + 4 / 32), "packed-4": ("Int4CpuMatrix", 0.5 + 4 / 32),
+          "packed-4-zero-points": ("Int4CpuMatrix", 0.5 + 4 / 32), "packed-8": ("Int4CpuMatrix", 1 + 8 / 32),
           "int8": ("Int8CpuMatrix", None), "packed-4-per-channel": ("Int4CpuMatrix", None)}
 
 
@@ -212,7 +212,11 @@ def test_in_bfloat16_weights_stay_packed(layout, tmp_path, monkeypatch, caplog):
         monkeypatch.undo()
         projections = sum(p.numel() for name, p in oracle.named_parameters() if "_proj" in name)
         rest = sum(p.numel() for p in oracle.parameters()) - projections
-        assert dict(model_facts(tmp_path).packed_bytes)["cpu"] == round(projections * bytes_each) + 2 * rest
+        facts = model_facts(tmp_path)
+        assert dict(facts.packed_bytes)["cpu"] == round(projections * bytes_each) + 2 * rest
+        by_groups = (0.5 if "8" not in layout else 1) + 4 / 32
+        assert dict(facts.packed_bytes)["cuda"] == round(projections * by_groups) + 2 * rest
+        assert facts.unpacked_bytes == 2 * 2 * SHAPE["hidden_size"] * SHAPE["intermediate_size"], "gate and up"
 
 
 class Tensors:

@@ -78,7 +78,7 @@ def packed_kernels(arch: int, pdl: bool):
                                                          BIAS=True, UPCAST=False), 8, arch,
             types | dict(bounds="*i64", rows_in="*i64", rows_out="*i64"))
         yield f"{kind} to numbers", build(triton_packed.dequantize_kernel, options | dict(BK=1024, PDL=pdl), 4, arch,
-                                          types)
+                                          types | {"scales": "*i32" if kind == "int4" else "*fp32", "offsets": "*fp32"})
         weight = Packed.empty(layout, 4096, 4096, torch.bfloat16, torch.device("meta"))
         blocks = triton_packed.blocks_for(weight, 64, 2, SHARED[arch])
         few = dict(GROUP=group, BIAS=True, ADD=True, BM=64, BN=blocks.outputs, PARTS=blocks.parts, STAGES=blocks.stages,

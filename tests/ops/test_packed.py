@@ -12,6 +12,7 @@ from stretto.model.packed_matrix import (
     Int8CpuMatrix,
     JoinedMatrix,
     PackedCudaMatrix,
+    matrix_bytes,
     packed_matrix,
     stays_packed,
 )
@@ -80,7 +81,6 @@ def test_parts_of_a_matrix_stand_for_parts_of_its_numbers(layout):
     if layout.group < 384:
         part = weight.columns(128, 256)
         assert part.inputs == 256 and torch.equal(part.dequantized(torch.float32), whole[:, 128:])
-    assert weight.nbytes == weight.layout.nbytes(32, 384, weight.scales.element_size())
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
@@ -96,21 +96,21 @@ def test_few_rows(layout, dtype):
     whole, bias = weight.dequantized(torch.float32), randn(32, seed=4).to(DEVICE, dtype)
     out = randn(5, 32, seed=5).to(DEVICE, dtype)
     want = x.float() @ whole.t() + bias.float() + out.float()
-    launch_few_rows(x, weight, out, bias, add=True)
+    launch_few_rows(x, weight.by_groups(), out, bias, add=True)
     assert error(out, want) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("layout, dtype", BOTH, ids=IDS)
 def test_numbers_are_made_anew(layout, dtype):
     weight = made(layout, 32, 384, dtype)
-    torch.testing.assert_close(launch_dequantize(weight, dtype), weight.dequantized(dtype), atol=0,
+    torch.testing.assert_close(launch_dequantize(weight.by_groups(), dtype), weight.dequantized(dtype), atol=0,
                                rtol=ROUNDING[dtype] if INTERPRETED else 0)
 
 
 def test_fp4_is_for_experts():
     weight, x = made(Layout("fp4", 32), 32, 384, torch.float16), randn(1, 384).to(DEVICE).half()
     with pytest.raises(ValueError, match="experts only"):
-        launch_few_rows(x, weight, torch.empty(1, 32, dtype=torch.float16, device=DEVICE))
+        launch_few_rows(x, weight.by_groups(), torch.empty(1, 32, dtype=torch.float16, device=DEVICE))
 
 
 @pytest.mark.parametrize("rows", [1, 16, 19])
@@ -119,7 +119,7 @@ def test_rows_and_blocks(rows):
     weight, x = made(Layout("int4", 128, True), 64, 256, torch.float16), randn(rows, 512)[:, :256].to(DEVICE).half()
     for blocks in (Blocks(16, 64, 1, 2, 2), Blocks(64, 64, 4, 4, 4)):  # a group longer and shorter than a turn
         out = torch.empty(rows, 64, dtype=torch.float16, device=DEVICE)
-        launch_few_rows(x, weight, out, blocks=blocks)
+        launch_few_rows(x, weight.by_groups(), out, blocks=blocks)
         assert error(out, x.float() @ weight.dequantized(torch.float32).t()) < 1e-3
 
 
@@ -177,6 +177,33 @@ def test_rounded_inputs(rows):
     assert error(matrix(x), want) < 6e-3
     exact = x.float() @ weight.dequantized(torch.float32).t()
     assert 1e-2 < error(matrix(x), exact) < 6e-2, "what rounding the inputs costs"
+
+
+def test_many_logits_of_rounded_inputs_are_the_float32_sums():
+    weight, x = made(Layout("fp8", 384), 32, 384, torch.bfloat16), randn(MOST_ROWS + 3, 384).to(DEVICE, torch.bfloat16)
+    codes, scales = round_rows(x)
+    logits = EightBitMatrix(weight, None).logits(x)
+    assert logits.dtype is torch.float32
+    assert error(logits, codes.float() * scales[:, None] @ weight.dequantized(torch.float32).t()) < 1e-5
+
+
+def held(value: object) -> dict[int, int]:
+    """Bytes of the tensors that an object refers to, by where they are."""
+    if isinstance(value, torch.Tensor):
+        return {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()}
+    parts = value if isinstance(value, (list, tuple)) else vars(value).values() if hasattr(value, "__dict__") else ()
+    return {at: size for part in parts for at, size in held(part).items()}
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.kind != "fp4"], ids=name)
+def test_what_a_matrix_keeps_is_what_the_plan_counts(layout):
+    """Nothing of the weight stays beside the form that is multiplied."""
+    weight = made(layout, 48, 384, torch.bfloat16)
+    assert sum(held(PackedCudaMatrix(weight)).values()) == matrix_bytes(weight, "cuda")[0]
+    assert matrix_bytes(weight, "cuda")[1] == 48 * 384 * 2
+    if stays_packed(layout, 48, 384, torch.bfloat16, "cpu", True):
+        on_cpu = made(layout, 48, 384, torch.bfloat16, CPU)
+        assert sum(held(packed_matrix(on_cpu)).values()) == matrix_bytes(on_cpu, "cpu")[0]
 
 
 def test_matrices_below_each_other():
