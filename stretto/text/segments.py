@@ -64,7 +64,6 @@ class Segments:
         self._ids: OrderedDict[str, array[int]] = OrderedDict()  # those used last at the end
         self._size = 0
         self._lock = threading.Lock()
-        self.encoded_characters = 0  # that were not remembered, of texts that were cut
 
     def _around(self) -> tuple[list[int], list[int]]:
         """What the tokenizer puts before and behind a text where it shall."""
@@ -97,7 +96,6 @@ class Segments:
                 return known
         ids = array("i", self._backend.encode(segment, add_special_tokens=False).ids)
         with self._lock:
-            self.encoded_characters += len(segment)
             if segment not in self._ids:
                 self._ids[segment] = ids
                 self._size += len(segment) + ENTRY

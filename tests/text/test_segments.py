@@ -98,17 +98,32 @@ def tokenizer(tmp_path):
     return load_tokenizer(tmp_path)
 
 
+class Counting:
+    """A tokenizer that counts the characters that it is asked to encode."""
+
+    def __init__(self, backend):
+        self._backend, self.characters = backend, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._backend, name)
+
+    def encode(self, text: str, *args, **kwargs):
+        self.characters += len(text)
+        return self._backend.encode(text, *args, **kwargs)
+
+
 def test_a_turn_tokenises_what_is_new_alone(tokenizer) -> None:
     """Counted: of a conversation sent whole each time, and of another one that begins alike."""
-    new, whole = [], ""
+    counting, new, whole = Counting(tokenizer.backend), list[int](), ""
+    tokenizer.segments = Segments(counting)
     for turns in range(100, 130):
-        before, whole = tokenizer.segments.encoded_characters, conversation(turns)
+        before, whole = counting.characters, conversation(turns)
         assert tokenizer.encode(whole, False) == tokenizer.backend.encode(whole, add_special_tokens=False).ids
-        new.append(tokenizer.segments.encoded_characters - before)
+        new.append(counting.characters - before)
     assert new[0] > 9_000 and max(new[1:]) < 200
-    before = tokenizer.segments.encoded_characters
+    before = counting.characters
     tokenizer.encode(whole[: len(whole) // 2] + "<|im_end|>\n<|im_start|>system\nAnother one", False)
-    assert tokenizer.segments.encoded_characters - before < 300
+    assert counting.characters - before < 300
 
 
 def test_what_is_remembered_is_bounded() -> None:
