@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.device.runner import Runner
-from stretto.device.streams import DeviceHalf
+from stretto.device.streams import DeviceHalf, LocalDevice
 from stretto.device.symmetric import SymmetricMemory
 from stretto.model.shard import Shard
 from stretto.ops.exchange import side_by_side, total
@@ -188,7 +188,7 @@ class Fellow:
 class RanksDevice:
     """`DeviceHalf` of rank 0: what it runs, the others run. A step's result is given out when all have the same."""
 
-    def __init__(self, own: DeviceHalf, shard: RankShard, connections: Sequence[Connection],
+    def __init__(self, own: LocalDevice, shard: RankShard, connections: Sequence[Connection],
                  close_all: Callable[[bool], None], lives: Sequence[Any] = ()):
         """`connections`: to ranks 1, 2, ...; `close_all(failed)` ends their processes. `lives`: what can be waited for
         (`multiprocessing.connection.wait`), and is ready when that rank's process has ended."""
@@ -238,9 +238,6 @@ class RanksDevice:
         with self._noting_failure():
             self._tell(MASK, packed)
             self.own.mask(packed)
-
-    def ready(self) -> bool:
-        return self.own.ready() and all(fellow.has(SUM) for fellow in self.fellows)
 
     def collect(self) -> np.ndarray:
         found: list[np.ndarray] = []

@@ -59,10 +59,6 @@ class DeviceHalf(Protocol):
         """The oldest result not yet collected; waits for it. Raises what the step raised."""
         ...
 
-    def ready(self) -> bool:
-        """Whether `collect` would return, or raise, at once."""
-        ...
-
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         """Prepares steps of these shapes, where there is something to prepare. Before the first launch."""
         ...
@@ -81,6 +77,14 @@ class DeviceHalf(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class LocalDevice(DeviceHalf, Protocol):
+    """A device half of this process alone, which can be asked without waiting for it."""
+
+    def ready(self) -> bool:
+        """Whether `collect` would return, or raise, at once."""
+        ...
 
 
 def _runs(plan: PackedPlan[np.ndarray]) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
@@ -380,7 +384,7 @@ def _pinned(packed: np.ndarray) -> torch.Tensor:
     return made
 
 
-def make_device(runner: Runner, overlap: bool, graphs: bool = True) -> DeviceHalf:
+def make_device(runner: Runner, overlap: bool, graphs: bool = True) -> LocalDevice:
     """The device half for the runner's device. `graphs`: of CUDA, where there is one."""
     if runner.model.device.type == "cuda":
         return CudaDevice(runner, runner.model.device, graphs)

@@ -31,7 +31,7 @@ from stretto.device.ranks import RankFailed, RankShard
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
 from stretto.device.states import kv_groups
-from stretto.device.streams import DeviceHalf, make_device
+from stretto.device.streams import DeviceHalf, LocalDevice, make_device
 from stretto.engine.adapters import AdapterLoader
 from stretto.engine.core import EngineCore
 from stretto.engine.hosts import HostRanks, Meeting, prepare_with, run_follower
@@ -108,7 +108,7 @@ def _build(prepared: Prepared, ranks: Ranks | HostRanks | None, progress: Progre
     clock.lap("tokenizer")
     parts = load_parts(prepared, ranks.join() if ranks else None, progress, clock)
     model, runner = parts.model, parts.runner
-    device_half = ranks.lead(parts.device) if ranks else parts.device
+    device_half: DeviceHalf = ranks.lead(parts.device) if ranks else parts.device
     processors = runner.table.custom.registry
     limits = host_limits(resolved, eos_ids(prepared, tokenizer), _host_drafter(prepared), processors)
     if model.device.type == "cuda" and not resolved.config.schedule.enforce_eager:
@@ -138,7 +138,7 @@ class Parts:
 
     model: CausalModel
     runner: Runner
-    device: DeviceHalf
+    device: LocalDevice
 
 
 def load_parts(prepared: Prepared, shard: RankShard | None = None, progress: Progress | None = None,

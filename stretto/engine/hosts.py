@@ -32,7 +32,7 @@ from stretto import __version__
 from stretto.compat import ConfigError, Refusal
 from stretto.config import DeviceFacts, ModelFacts
 from stretto.device.ranks import FAILED, RankDied, RanksDevice, RankShard, join_ranks, leave_ranks, serve_rank
-from stretto.device.streams import DeviceHalf
+from stretto.device.streams import LocalDevice
 from stretto.engine.follow import CLOSED, GONE, REFUSED
 from stretto.engine.launch import Launch
 from stretto.engine.locate import Located
@@ -225,7 +225,7 @@ class HostRanks:
                                  self._fixed, launch.one_host)
         return self._shard
 
-    def lead(self, own: DeviceHalf) -> RanksDevice:
+    def lead(self, own: LocalDevice) -> RanksDevice:
         lives = [self._meeting.lives[rank] for rank in sorted(self._meeting.lives)]
         return RanksDevice(own, self._shard, self._plans, self.close, lives)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stretto.device.ranks import FAILED, RanksDevice, RankShard, join_ranks, leave_ranks, serve_rank
-from stretto.device.streams import DeviceHalf
+from stretto.device.streams import DeviceHalf, LocalDevice
 from stretto.engine.process import end_with_parent
 
 MakeDevice = Callable[[Any, RankShard], tuple[DeviceHalf, int]]
@@ -47,7 +47,7 @@ class Ranks:
                                  self._fixed)
         return self._shard
 
-    def lead(self, own: DeviceHalf) -> RanksDevice:
+    def lead(self, own: LocalDevice) -> RanksDevice:
         return RanksDevice(own, self._shard, self._connections, self.close,
                            [process.sentinel for process in self._processes])
 

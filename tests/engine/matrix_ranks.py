@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stretto.device.ranks import RanksDevice, RankShard, join_ranks, leave_ranks, serve_rank
-from stretto.device.streams import DeviceHalf
+from stretto.device.streams import LocalDevice
 from stretto.engine.process import end_with_parent
 from stretto.engine.ranks import store_in
 from stretto.model.load import load_model
@@ -38,7 +38,7 @@ class SecondRank:
         """It makes its half of a run; `lead` joins it to the half here."""
         self.connection.send((lab.target.path, lab.drafters, features))
 
-    def lead(self, own: DeviceHalf) -> RanksDevice:
+    def lead(self, own: LocalDevice) -> RanksDevice:
         self.led = RanksDevice(own, self.shard, [self.connection], self._closed)
         return self.led
 

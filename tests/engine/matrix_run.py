@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from stretto.bench.tiny import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, SPREAD, write_tiny
 from stretto.device.ranks import RanksDevice
 from stretto.device.runner import Runner
-from stretto.device.streams import DeviceHalf
+from stretto.device.streams import DeviceHalf, LocalDevice
 from stretto.engine.adapters import AdapterLoader
 from stretto.engine.core import EngineCore
 from stretto.host.adapters import Adapters
@@ -64,7 +64,7 @@ WORD = Grammar("regex", f"[a-f]{{{NEW}}}")
 SEED = 77
 # Seconds of a step: drafts cost little in a step of a few tokens, and much in a larger one.
 COSTS = [(StepWork(1, tokens, 0), seconds) for tokens, seconds in ((1, 0.010), (6, 0.0105), (16, 0.04), (64, 0.3))]
-Lead = Callable[[DeviceHalf], DeviceHalf]
+Lead = Callable[[LocalDevice], DeviceHalf]
 DRAFTERS = ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp", "dflash", "dspark")
 
 
