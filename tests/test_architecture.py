@@ -318,7 +318,8 @@ def test_one_writer_of_copies_in_host_memory():
                         for target in flat(written(node)) if chain(target)[:1] and chain(target)[0] in facts
                         and chain(target)[1:2] != ["self"]]
         assert bool(written_here) == (module == "stretto.host.tier"), written_here
-    assert {m for m in MODULES if "stretto.host.tier" in imports_of(m)} == {"stretto.host.ledger"}
+    for module in ("stretto.host.tier", "stretto.host.copies"):
+        assert {m for m in MODULES if module in imports_of(m)} == {"stretto.host.ledger"}
 
 
 def test_a_plan_names_no_length_of_a_live_row():

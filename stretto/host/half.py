@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from stretto.host.adapters import salted
+from stretto.host.audit import audit, check, repair
 from stretto.host.cost import StepClock
 from stretto.host.counters import Counters
 from stretto.host.faults import HostFault
@@ -224,7 +225,7 @@ class HostHalf:
     def _check(self) -> None:
         """The pool equation."""
         try:
-            self.ledger.check()
+            check(self.ledger)
         except HostFault as fault:
             self._contain(fault)
 
@@ -237,7 +238,7 @@ class HostHalf:
         logger.error("%s; the last results: %s", fault, self.results.recent)
         turns = [turn for turn in self._live if turn.lease is not None]
         leases = [turn.lease for turn in turns if turn.lease is not None]
-        doubtful = self.ledger.repair([*leases, *self.sessions.leases()])
+        doubtful = repair(self.ledger, [*leases, *self.sessions.leases()])
         self.sessions.forget(doubtful)
         for turn in turns:
             if turn.lease in doubtful:
@@ -273,7 +274,7 @@ class HostHalf:
         """Page by page; raises HostFault. O(pages): when idle, and in tests."""
         turns = list(self._live)
         leases = [turn.lease for turn in turns if turn.lease is not None]
-        self.ledger.audit([*leases, *self.sessions.leases()])
+        audit(self.ledger, [*leases, *self.sessions.leases()])
 
     def stats(self) -> tuple[dict[str, float], dict[str, float]]:
         """(counters, gauges)."""

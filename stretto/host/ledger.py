@@ -8,11 +8,10 @@ Two bounds for every lease, in KV cells:
     pages are held for [0, hi + lookahead)      pages are freed and shared only below lo
 
 The device owns the exact length; a result moves `lo` to it. Every page of every group is in exactly one place: free,
-held by one lease, or shared in the prefix tree. The sum is checked in O(1) after every step (`check`), and page by page
-by `audit`.
+held by one lease, or shared in the prefix tree (checked in host/audit.py).
 
 With a host tier (host/tier.py) a page that the tree evicts is copied to host memory first, and comes back when its
-prefix is adopted again. Such pages are fenced until their copy is done:
+prefix is adopted again. Such pages are waited for until their copy is done (host/copies.py):
 
     evicted -> SAVE in plan N -> free; whoever takes it makes his plan wait for N (Ops.fence)
     adopted -> RESTORE in plan N -> in the tree at once; a lease that reads it has `arrived` when N's copies are done
@@ -29,12 +28,13 @@ are none. Nothing can go on but from a state, so a lease without a slot ends at 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from stretto.host.copies import NO_PLAN, CopiesInFlight
 from stretto.host.faults import HostFault, need
 from stretto.host.limits import HostLimits
 from stretto.host.ops import Mapping, Ops
@@ -61,7 +61,7 @@ class Lease:
     flying: int = 0  # sum of the caps in flight
     away: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of pages that only the host has: `fetch`
     tail: Node | None = None  # the end of it, of which `fetch` makes a page of its own
-    arrives: int = -1  # its pages may be read once the copies of this plan are done
+    arrives: int = NO_PLAN  # its pages may be read once the copies of this plan are done
     ahead: int = 0  # cells past lo that the steps in flight when it was settled may have fed, at most
     rested: int = -1  # length at which its state is kept in the page of the last cell; -1: where pages end
 
@@ -107,9 +107,7 @@ class Ledger:
                                  limits.chunk, ops, self.tree.settle)
             self.tree.tier = self.tier
         self._ahead = [min(-(-limits.budget // self.page_size), n // 8) for n in self.n_pages]
-        self._fenced: dict[tuple[int, int], int] = {}  # (group, page) -> the plan whose copies touch it
-        self._copying: deque[tuple[int, tuple[int, int]]] = deque()  # the same, in order
-        self._copied = -1  # the copies of plans up to this one are done
+        self._copies = CopiesInFlight(ops)
 
     # ------------------------------------------------------------------------------------------------------ pages
     def available(self, group: int) -> int:
@@ -136,9 +134,7 @@ class Ledger:
             return None
         pages = [self.free[group].popleft() for _ in range(n)]
         for page in pages:
-            if self._fenced:  # from the next plan on nobody needs to wait for it any more
-                self._ops.fence(self._fence_of(group, page))
-                self._fenced.pop((group, page), None)
+            self._copies.taken(group, page)
             self._is_free[group][page] = 0
         self.leased[group] += n
         return pages
@@ -158,7 +154,7 @@ class Ledger:
         if self.tier is not None:
             self.tree.hold(node)
             for key in self.tier.save(node, pages):
-                self._fence(*key)
+                self._copies.begin(*key)
             self.tree.let_go(node)
         else:
             self.tree.settle(node)
@@ -166,28 +162,13 @@ class Ledger:
             self._to_free(g, page)
         return True
 
-    def _fence(self, group: int, page: int) -> None:
-        """The next plan copies from or to this page."""
-        self._fenced[group, page] = self._ops.next_seq
-        self._copying.append((self._ops.next_seq, (group, page)))
-
-    def _fence_poison(self, group: int, page: int) -> None:
-        """Debug: poison may run beside the step as copies do, and after those of earlier plans."""
-        if self.tier is not None:
-            if (seq := self._fence_of(group, page)) != self._ops.next_seq:
-                self._ops.fence(seq)
-            self._fence(group, page)
-
-    def _fence_of(self, group: int, page: int) -> int:
-        """The plan whose copies of this page are not yet known to be done; -1: there is none."""
-        return self._fenced.get((group, page), -1)
-
     def _to_free(self, group: int, page: int) -> None:
         need(not self._is_free[group][page], f"page {page} of group {group} is freed twice")
         self._is_free[group][page] = 1
         self.free[group].append(page)
         if self._poison:
-            self._fence_poison(group, page)
+            if self.tier is not None:
+                self._copies.begin_poison(group, page)
             self._ops.poison(group, page)
 
     def _give(self, group: int, page: int) -> None:
@@ -274,8 +255,7 @@ class Ledger:
         pages = [[NULL_PAGE] * first[g] + [n.pages[g] for n in path[first[g]:]] for g in self._groups]
         lease = Lease(root, list(path), pages, first, lo, top, draft_lo)
         lease.away = [(g, i) for g in self._groups for i in range(first[g], len(path)) if pages[g][i] == NULL_PAGE]
-        if self._fenced:
-            lease.arrives = max((self._fence_of(g, page) for g in self._groups for page in pages[g]), default=-1)
+        lease.arrives = self._copies.last_of((g, page) for g in self._groups for page in pages[g])
         return lease
 
     def _hold_tail(self, lease: Lease, tail: Node) -> None:
@@ -341,13 +321,12 @@ class Ledger:
             taken += pages
         for g, page in enumerate(taken):
             if tail.pages[g] != NULL_PAGE:
-                self._ops.fence(self._fence_of(g, tail.pages[g]))
+                self._copies.wait_for(g, tail.pages[g])
                 self._ops.copy(g, tail.pages[g], page)
             else:
                 assert self.tier is not None
                 self.tier.restore(tail, g, page)
-                self._fence(g, page)
-                lease.arrives = self._ops.next_seq
+                lease.arrives = self._copies.begin(g, page)
             lease.pages[g].append(page)
         lease.rested = lease.lo
         self._let_tail_go(lease, used=True)
@@ -371,18 +350,17 @@ class Ledger:
             self._return_unwritten(group, [page])
             self.tree.pin(node, group)
             page = node.pages[group]
-            lease.arrives = max(lease.arrives, self._fence_of(group, page))
+            lease.arrives = max(lease.arrives, self._copies.plan_of(group, page))
         else:
             self.tree.put(node, group, page)
             self.leased[group] -= 1
             self.tier.restore(node, group, page)
-            self._fence(group, page)
-            lease.arrives = self._ops.next_seq
+            lease.arrives = self._copies.begin(group, page)
         lease.pages[group][index] = page
 
     def arrived(self, lease: Lease) -> bool:
         """Whether all that it reads is on the device; else the plan of its first row must `wait_for` it."""
-        return lease.arrives <= self._copied
+        return self._copies.is_done(lease.arrives)
 
     def wait_for(self, lease: Lease) -> None:
         """The next plan begins once all that the lease reads has come."""
@@ -390,13 +368,8 @@ class Ledger:
             self._ops.fence(lease.arrives)
 
     def moved(self, done: Moved) -> None:
-        """The copies of a plan are done. Other ranks may not be so far: the next step makes sure of it."""
-        self._ops.fence(done.seq)
-        self._copied = max(self._copied, done.seq)
-        while self._copying and self._copying[0][0] <= done.seq:
-            seq, key = self._copying.popleft()
-            if self._fenced.get(key) == seq:
-                del self._fenced[key]
+        """The copies of a plan are done."""
+        self._copies.done(done.seq)
         if self.tier is not None:
             self.tier.moved(done)
 
@@ -493,7 +466,7 @@ class Ledger:
             self.leased[group] -= 1
             return []
         self.tree.pin(node, group)
-        self._ops.fence(self._fence_of(group, theirs))
+        self._copies.wait_for(group, theirs)
         lease.pages[group][index] = theirs
         self._give(group, mine)
         return [(group, index, theirs)]
@@ -552,7 +525,7 @@ class Ledger:
         node = lease.nodes[i] if i < len(lease.nodes) else None  # then the page is full
         if node is not None and node.pages[g] != NULL_PAGE:  # somebody else has kept it
             self.tree.pin(node, g)
-            self._ops.fence(self._fence_of(g, node.pages[g]))
+            self._copies.wait_for(g, node.pages[g])
             lease.pages[g][i] = node.pages[g]
         else:
             if lease.pages[g][i] == NULL_PAGE:
@@ -652,7 +625,7 @@ class Ledger:
                 return False
             got += pages
         for g, page in enumerate(got):
-            self._ops.fence(self._fence_of(g, parent.pages[g][index]))
+            self._copies.wait_for(g, parent.pages[g][index])
             self._ops.copy(g, parent.pages[g][index], page)
             child.pages[g].append(page)
         return True
@@ -802,80 +775,10 @@ class Ledger:
     def _holds_alone(lease: Lease, group: int, index: int) -> bool:
         return lease.nodes[index].pins[group] <= 1
 
-    # ------------------------------------------------------------------------------------------------------ checks
-    def check(self) -> None:
-        """The pool equation, O(1)."""
-        for g, n in enumerate(self.n_pages):
-            total = len(self.free[g]) + self.leased[g] + self.tree.held[g] + self.lost[g]
-            if total != n:
-                raise HostFault(f"group {g}: {len(self.free[g])} free + {self.leased[g]} leased +"
-                                f" {self.tree.held[g]} shared + {self.lost[g]} lost pages are not {n}")
-        if self.tier is not None:
-            self.tier.check()
-
-    def audit(self, leases: Iterable[Lease]) -> None:
-        """Every page in exactly one place, every reference and pin counted. O(pages)."""
-        self.check()
-        leases, nodes = list(leases), self.tree.nodes()
-        self.tree.audit(nodes)
-        if self.tier is not None:
-            self.tier.audit(nodes)
-        for g in self._groups:
-            held = [n.pages[g] for n in nodes if n.pages[g] != NULL_PAGE]
-            held += [page for lease in leases for page in _own(lease, g)]
-            need(len(held) == len(set(held)), f"a page of group {g} has two owners")
-            everywhere = [*held, *self._aside(g, held), *self.free[g]]
-            need(len(everywhere) == len(set(everywhere)), f"a page of group {g} is free and held")
-            need(len(everywhere) == self.n_pages[g] - self.lost[g], f"a page of group {g} leaked")
-        self._audit_references([*leases, *self.fenced], nodes)
-
-    def _aside(self, group: int, held: Iterable[int]) -> set[int]:
-        """Pages that only fenced leases hold."""
-        return {page for lease in self.fenced for page in _own(lease, group)}.difference(held)
-
-    def repair(self, leases: Sequence[Lease]) -> list[Lease]:
-        """After a broken check: makes the books follow what is held, so that later checks mean something. Leases with a
-        page that is also free, shared, or held by another are fenced and returned. A page that nobody holds is lost."""
-        if self.tier is not None:
-            try:
-                self.tier.audit(self.tree.nodes())
-            except HostFault:
-                self.tier.reset(self.tree.nodes())
-        owners = [Counter(n.pages[g] for n in self.tree.nodes()) + Counter(set(self.free[g])) for g in self._groups]
-        for g, counts in enumerate(owners):
-            counts.update(page for lease in leases for page in _own(lease, g))
-        doubtful = [lease for lease in leases
-                    if any(owners[g][page] > 1 for g in self._groups for page in _own(lease, g))]
-        for lease in doubtful:
-            self.fence(lease)
-        sound = [lease for lease in leases if lease not in doubtful]
-        for g, n in enumerate(self.n_pages):
-            shared = {node.pages[g] for node in self.tree.nodes()} - {NULL_PAGE}
-            own = {page for lease in sound for page in _own(lease, g)}
-            own |= self._aside(g, shared | own)
-            self.free[g] = deque(page for page in dict.fromkeys(self.free[g]) if page not in shared | own)
-            self._is_free[g] = bytearray(page in set(self.free[g]) for page in range(n + 1))
-            self.leased[g] = len(own)
-            self.lost[g] = n - len(self.free[g]) - len(own) - self.tree.held[g]
-        return doubtful
-
-    def _audit_references(self, leases: list[Lease], nodes: list[Node]) -> None:
-        refs: dict[int, int] = {}
-        pins: dict[tuple[int, int], int] = {}
-        for lease in leases:
-            need(len({len(pages) for pages in lease.pages}) == 1, "the groups of a lease differ in length")
-            for i, node in enumerate(lease.nodes):
-                refs[node.serial] = refs.get(node.serial, 0) + 1
-                for g in self._groups:
-                    page = lease.pages[g][i]
-                    need(page in (NULL_PAGE, node.pages[g]), "a lease names another page than the tree")
-                    pins[node.serial, g] = pins.get((node.serial, g), 0) + (page != NULL_PAGE)
-        for node in nodes:
-            need(node.refs == refs.get(node.serial, 0), "a node's references are not the leases that lead through it")
-            for g in self._groups:
-                need(node.pins[g] == pins.get((node.serial, g), 0), "a page's pins are not the leases that hold it")
-
-
-def _own(lease: Lease, group: int) -> list[int]:
-    """Pages that a lease holds alone."""
-    return [page for page in lease.pages[group][len(lease.nodes):] if page != NULL_PAGE]
+    def restate(self, group: int, free: Sequence[int], leased: int) -> None:
+        """A group's books anew, after a broken check (see `audit.repair`). What nobody holds is lost."""
+        n, pages = self.n_pages[group], set(free)
+        self.free[group] = deque(free)
+        self._is_free[group] = bytearray(page in pages for page in range(n + 1))
+        self.leased[group] = leased
+        self.lost[group] = n - len(free) - leased - self.tree.held[group]

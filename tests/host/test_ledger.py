@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stretto.host.audit import audit, check
 from stretto.host.faults import HostFault
 from stretto.host.ledger import Lease, Ledger
 from stretto.host.limits import HostLimits
@@ -54,7 +55,7 @@ def test_pages_are_held_up_to_the_clipped_bound_and_the_lookahead():
         assert len(lease.pages[0]) == pages
     assert lease.hi == 9 and lease.lo == 0
     ledger.drop(lease)
-    ledger.audit([])
+    audit(ledger, [])
 
 
 def test_all_groups_or_none():
@@ -63,7 +64,7 @@ def test_all_groups_or_none():
     before = [list(pages) for pages in ledger.free]
     assert ledger.reserve(lease, 6 * PAGE, 0) is None
     assert [list(pages) for pages in ledger.free] == before and lease.pages == [[], []]
-    ledger.audit([lease])
+    audit(ledger, [lease])
 
 
 @pytest.mark.parametrize(("seq", "exact"), [(1, 1), (0, 4), (0, -1)], ids=["out-of-order", "beyond-hi", "below-lo"])
@@ -100,7 +101,7 @@ def test_a_prefix_is_found_in_whole_pages_and_leaves_a_token():
     assert other.lo == 4
     ledger.drop(other)
     ledger.drop(lease)
-    ledger.audit([])
+    audit(ledger, [])
     assert ledger.tree.loose == [3] and ledger.flush() == 3 and free(ledger) == 32
 
 
@@ -115,7 +116,7 @@ def test_salts_do_not_meet(salts):
         assert other.nodes == lease.nodes
         ledger.drop(other)
         ledger.drop(lease)
-    ledger.audit([])
+    audit(ledger, [])
     ledger.flush()
     assert not ledger.tree._roots, "a salt that nobody uses keeps its root"
 
@@ -132,7 +133,7 @@ def test_case_8_11_a_duplicate_page_is_swapped():
     assert list(ledger.free[0])[-2:] == own
     plan = ledger._ops.take(0, 0, [])
     assert plan.page_ops == [(PageOp.POISON, 0, 0, own[0]), (PageOp.POISON, 0, 0, own[1])]
-    ledger.audit([first, second])
+    audit(ledger, [first, second])
 
 
 def test_only_full_pages_below_lo_are_published():
@@ -153,9 +154,9 @@ def test_a_window_lets_pages_go_while_the_full_group_keeps_them():
     assert len(lease.pages[0]) == 30 and NULL_PAGE not in lease.pages[0]
     assert lease.first[1] == (119 - 5) // PAGE and lease.pages[1][: lease.first[1]] == [NULL_PAGE] * lease.first[1]
     assert free(ledger, 1) + ledger.tree.loose[1] == 8 - (30 - lease.first[1])
-    ledger.audit([lease])
+    audit(ledger, [lease])
     ledger.drop(lease)
-    ledger.audit([])
+    audit(ledger, [])
 
 
 def test_case_9_05_a_hit_needs_the_window_before_it():
@@ -168,7 +169,7 @@ def test_case_9_05_a_hit_needs_the_window_before_it():
     assert early.lo == 0
     for lease in (whole, early):
         ledger.drop(lease)
-    ledger.audit([])
+    audit(ledger, [])
 
 
 def test_a_gap_in_a_window_is_filled_again():
@@ -179,7 +180,7 @@ def test_a_gap_in_a_window_is_filled_again():
     early = ledger.adopt(tokens[:22], 21, 150)
     assert early.lo == 20
     ledger.drop(early)
-    ledger.audit([])
+    audit(ledger, [])
 
 
 def test_settle_keeps_what_was_proved_and_delivered():
@@ -194,7 +195,7 @@ def test_settle_keeps_what_was_proved_and_delivered():
     assert (lease.lo, lease.draft_lo, lease.hi, len(lease.flight)) == (8, 8, 8, 0)
     ledger.shrink(lease)
     assert len(lease.pages[0]) == 2
-    ledger.audit([lease])
+    audit(ledger, [lease])
 
 
 @pytest.mark.parametrize("n", range(1, 14))
@@ -215,11 +216,11 @@ def test_a_fork_owns_the_page_that_it_writes_again(n: int, windows, prefix_cache
     copies = [op for op in ledger._ops.take(0, 0, []).page_ops if op[0] == PageOp.COPY]
     assert copies == [(PageOp.COPY, g, lease.pages[g][last], child.pages[g][last]) for g in range(len(windows))]
     assert ledger.seam(child) == Seam.UNKNOWN and child.lo == n - 1
-    ledger.audit([lease, child])
+    audit(ledger, [lease, child])
     ledger.drop(lease)
-    ledger.audit([child])
+    audit(ledger, [child])
     ledger.drop(child)
-    ledger.audit([])
+    audit(ledger, [])
     if not prefix_cache:
         assert free(ledger) == 32
 
@@ -236,7 +237,7 @@ def test_a_fork_without_a_free_page_has_no_child_and_leaks_nothing():
     lease = ledger.adopt(list(range(13)), 12, 150)
     feed(ledger, lease, 13, 0)
     assert ledger.fork(lease, list(range(13)), 10, 100)[0] is None
-    ledger.audit([lease])
+    audit(ledger, [lease])
 
 
 @pytest.mark.parametrize(("n", "reach"), [(13, 13), (12, 12), (11, 8), (9, 8), (8, 8), (3, 0), (0, 0)])
@@ -246,7 +247,7 @@ def test_truncate_stops_at_a_shared_page(n: int, reach: int):
     lease = grown(ledger, list(range(13)))
     assert ledger.truncate(lease, n) == reach == lease.lo == lease.draft_lo
     assert len(lease.nodes) == reach // PAGE and len(lease.pages[0]) == -(-reach // PAGE)
-    ledger.audit([lease])
+    audit(ledger, [lease])
 
 
 def test_truncate_reaches_nothing_where_the_window_is_gone():
@@ -254,7 +255,7 @@ def test_truncate_reaches_nothing_where_the_window_is_gone():
     lease = grown(ledger, list(range(60)))
     assert ledger.truncate(lease, 60) == 60
     assert ledger.truncate(lease, 59) == 0 and lease.nodes == [] and lease.first == [0, 0]
-    ledger.audit([lease])
+    audit(ledger, [lease])
 
 
 def test_seams():
@@ -278,7 +279,7 @@ def test_a_broken_lease_is_fenced():
     ledger = ledger_of()
     lease = grown(ledger, list(range(20)))
     ledger.fence(lease)
-    ledger.audit([])
+    audit(ledger, [])
     assert free(ledger) == 32 - 5
 
 
@@ -287,10 +288,10 @@ def test_a_page_that_leaks_is_seen():
     lease = grown(ledger, list(range(6)))
     lease.pages[0].pop()
     with pytest.raises(HostFault, match="leaked"):
-        ledger.audit([lease])
+        audit(ledger, [lease])
     ledger.free[0].pop()
     with pytest.raises(HostFault, match="are not 32"):
-        ledger.check()
+        check(ledger)
 
 
 def test_eviction_takes_the_least_recently_used_leaf():
@@ -326,7 +327,7 @@ def test_a_heap_of_stale_entries_is_rebuilt():
     for _ in range(1000):
         ledger.drop(ledger.adopt(list(range(20)), 20, 150))
     assert len(ledger.tree._leaves) < 200
-    ledger.audit([])
+    audit(ledger, [])
 
 
 # ------------------------------------------------------------------------------------------------------- in any order
@@ -347,11 +348,11 @@ def test_verbs_in_any_order(seed: int, windows, prefix_cache: bool, pages: int):
             ledger.flush()
         elif leases:
             one_verb(ledger, rng, verb, seq, leases)
-        ledger.check()
-        ledger.audit([lease for lease, _ in leases])
+        check(ledger)
+        audit(ledger, [lease for lease, _ in leases])
     for lease, _ in leases:
         ledger.drop(lease)
-    ledger.audit([])
+    audit(ledger, [])
     ledger.flush()
     assert [len(pages) for pages in ledger.free] == list(ledger.n_pages) and not ledger.tree._roots
 

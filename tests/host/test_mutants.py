@@ -17,6 +17,7 @@ from llguidance import LLMatcher
 
 from stretto.host import planner as planner_module
 from stretto.host import slots as slots_module
+from stretto.host.copies import NO_PLAN, CopiesInFlight
 from stretto.host.grammar import GrammarState
 from stretto.host.half import HostHalf
 from stretto.host.intake import Intake
@@ -412,16 +413,16 @@ def step_does_not_wait_for_what_it_reads(m: Patch) -> None:
 
 def pages_taken_before_they_are_saved(m: Patch) -> None:
     """Whoever takes a page overwrites what is still to be copied from it."""
-    wrapped(m, Ledger, "_fence_of", lambda f, self, group, page: -1)
+    m.setattr(CopiesInFlight, "plan_of", lambda self, group, page: NO_PLAN)
 
 
 def a_page_that_comes_back_is_not_fenced(m: Patch) -> None:
     """Dropped and taken by another, it is overwritten by the late copy."""
     def come_back(f, self, *args):
-        before = dict(self._fenced)
+        before = dict(self._copies._plans)
         f(self, *args)
-        self._fenced.clear()
-        self._fenced.update(before)
+        self._copies._plans.clear()
+        self._copies._plans.update(before)
     wrapped(m, Ledger, "_come_back", come_back)
 
 

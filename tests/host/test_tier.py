@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.host.audit import audit, check
 from stretto.host.ledger import Lease, Ledger
 from stretto.host.limits import HostLimits
 from stretto.host.ops import Ops
@@ -142,7 +143,7 @@ def test_what_is_evicted_is_found_on_the_host_and_comes_back():
     assert not ledger.arrived(lease)
     ledger.moved(Moved(1, 0.0, 0.0))
     assert ledger.arrived(lease)
-    ledger.audit([lease])
+    audit(ledger, [lease])
 
 
 def test_a_copy_stays_when_its_page_has_come_back():
@@ -216,7 +217,7 @@ def test_the_host_forgets_leaves_first_and_never_what_is_asked_for():
     lease = ledger.adopt(text(0, 32), 32, 150)
     assert ledger.fetch(lease), "its copies stay while other pages are saved for its sake"
     assert [op[0] for op in page_ops(ledger)].count(PageOp.RESTORE) == 6
-    ledger.audit([lease])
+    audit(ledger, [lease])
 
 
 def test_a_copy_that_is_forgotten_before_it_is_fetched():
@@ -229,7 +230,7 @@ def test_a_copy_that_is_forgotten_before_it_is_fetched():
     assert not ledger.fetch(lease) and len(ledger.free[0]) == 0
     ledger.drop(lease)
     assert ledger.adopt(text(0), 16, 150, restore=False).lo == 0
-    ledger.check()
+    check(ledger)
 
 
 def test_without_a_shared_tree_a_sequence_finds_its_own_pages():
@@ -244,7 +245,7 @@ def test_without_a_shared_tree_a_sequence_finds_its_own_pages():
     home = ledger.give_up(lease, text(0))
     assert home is not None
     ledger.forget(home)
-    ledger.audit([])
+    audit(ledger, [])
     assert ledger.tier.cached == [0] and len(ledger.free[0]) == 8 and not ledger.tree._roots
 
 
@@ -270,12 +271,12 @@ def test_the_end_of_a_sequence_that_gives_way_is_found_too(windows, on_host: boo
     assert ledger.seam(first) == Seam.UNKNOWN and (first.lo, first.draft_lo) == (17, 18)
     for lease in (first, second):
         ledger.drop(lease)
-    ledger.audit([])
+    audit(ledger, [])
     taken = ledger._take(0, 12)
     assert taken is not None and ledger.tier is not None
     ledger._return_unwritten(0, taken)
     ledger.flush()
-    ledger.audit([])
+    audit(ledger, [])
     assert not ledger.tree._roots
 
 
@@ -285,7 +286,7 @@ def test_a_flush_forgets_the_copies_too():
         run_through(ledger, text(first))
     ledger.flush()
     assert found(ledger, text(0)) == (0, 0)
-    ledger.audit([])
+    audit(ledger, [])
     assert ledger.tier is not None and ledger.tier.cached == [0] and not ledger.tree._roots
 
 
@@ -297,7 +298,7 @@ def test_window_pages_come_back_as_far_as_they_are_read():
     lease = ledger.adopt(text(0, 40), 40, 150)
     assert lease.lo == 40 and sorted(lease.away) == [(0, i) for i in range(10)] + [(1, 8), (1, 9)]
     assert ledger.fetch(lease) and NULL_PAGE not in lease.pages[0]
-    ledger.audit([lease])
+    audit(ledger, [lease])
 
 
 @settings(max_examples=60, deadline=None)
@@ -343,7 +344,7 @@ def test_verbs_in_any_order(seed: int, windows, prefix_cache: bool, pages: int, 
                     ledger.drop(lease, rng.choice([None, 3, 40]))
                 else:
                     homes.append((ledger.give_up(lease, tokens), tokens))
-        ledger.audit([lease for lease, _ in leases])
+        audit(ledger, [lease for lease, _ in leases])
     finish(ledger, leases, homes)
 
 
@@ -364,7 +365,7 @@ def finish(ledger: Ledger, leases: list, homes: list) -> None:
         if home is not None:
             ledger.forget(home)
     ledger.flush()
-    ledger.audit([])
+    audit(ledger, [])
     assert ledger.tier is not None and not any(ledger.tier.cached) and not ledger.tree._roots
     assert [len(pages) for pages in ledger.free] == list(ledger.n_pages)
 
