@@ -17,6 +17,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -41,6 +42,10 @@ from stretto.engine.process import end_with_parent
 from stretto.engine.ranks import MakeDevice, rank_device
 from stretto.facts import device_facts, model_facts
 from stretto.logs import set_up_logging
+from stretto.model.digest import digest
+from stretto.model.hub import ModelNotFound
+from stretto.spec.context import DrafterError
+from stretto.spec.registry import draft_checkpoint
 
 LEADER = "stretto/leader"
 START_SECONDS = 600.0  # until all ranks must have come
@@ -70,6 +75,7 @@ class Introduction:
     version: str
     devices: tuple[DeviceFacts, ...]
     model: ModelFacts
+    files: dict[str, str]  # see `files_of`
 
 
 @dataclass(frozen=True)
@@ -168,10 +174,10 @@ class Meeting:
             found.append(device)
         return tuple(found)
 
-    def check(self, model: ModelFacts) -> None:
-        """Raises compat.ConfigError for a rank that has another model, or another version of this program."""
+    def check(self, model: ModelFacts, files: Mapping[str, str]) -> None:
+        """Raises compat.ConfigError for a rank that has other files, or another version of this program."""
         refusals = [Refusal(f"rank {one.rank} on {one.host}", f"rank 0 on {socket.gethostname()}", why, remedy)
-                    for one in self.introductions.values() for why, remedy in _differences(one, model)]
+                    for one in self.introductions.values() for why, remedy in _differences(one, model, files)]
         if refusals:
             raise ConfigError(refusals)
 
@@ -192,13 +198,34 @@ def _listen(host: str) -> socket.socket:
         return socket.create_server(("", 0))
 
 
-def _differences(one: Introduction, model: ModelFacts) -> list[tuple[str, str]]:
+def files_of(located: Located) -> dict[str, str]:
+    """Digests of what every rank loads at its start, by what it is; of adapters see `engine.adapters`. What cannot be
+    read has the cause as its digest: rank 0 says it as its own refusal, and no other rank may be without it."""
+    found, asked = {"model": digest(located.path)}, located.config.speculation.speculation
+    try:
+        drafter = draft_checkpoint(asked) if asked != "off" else None
+        found["drafter"] = asked if drafter is None else digest(drafter)
+    except (DrafterError, ModelNotFound, OSError) as e:
+        found["drafter"] = str(e)
+    return found
+
+
+def _differences(one: Introduction, model: ModelFacts, files: Mapping[str, str]) -> list[tuple[str, str]]:
     found = []
     if one.version != __version__:
         found.append((f"it runs stretto {one.version}, rank 0 {__version__}", "install the same version everywhere"))
-    if one.model != model:
-        found.append((f"its files of the model {model.name} are others", "give every host the same files"))
+    others = {what for what, mark in files.items() if one.files.get(what) != mark}
+    if _of_files(one.model) != _of_files(model):
+        others.add("model")
+    for what in sorted(others, reverse=True):
+        name = f"model {model.name}" if what == "model" else what
+        found.append((f"its files of the {name} are others", "give every host the same files, and the same command"))
     return found
+
+
+def _of_files(model: ModelFacts) -> ModelFacts:
+    """Without what depends on the host: how weights are packed."""
+    return replace(model, packed_bytes=(), unpacked_bytes=0)
 
 
 class HostRanks:
@@ -266,7 +293,7 @@ class _Follower:
         if torch.cuda.is_available():
             torch.cuda.set_device(launch.local_rank)
         introduction = Introduction(launch.rank, socket.gethostname(), __version__, device_facts(),
-                                    model_facts(located.path))
+                                    model_facts(located.path), files_of(located))
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
@@ -321,7 +348,7 @@ def prepare_with(meeting: Meeting, located: Located) -> Prepared:
     """As `prepare_located`, for all ranks; where that refuses, they are told. Raises the same."""
     try:
         prepared = prepare_located(located, meeting.devices)
-        meeting.check(prepared.facts.model)
+        meeting.check(prepared.facts.model, files_of(located))
     except Exception as e:
         meeting.refuse(str(e))
         raise

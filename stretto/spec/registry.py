@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.model.config import ConfigError
+from stretto.model.hub import resolve_model
 from stretto.model.source import WeightError
 from stretto.spec.api import Drafter, DrafterCaps
 from stretto.spec.context import DrafterContext, DrafterError, DrafterKind, DrafterSizes, Target
@@ -33,8 +34,8 @@ from stretto.spec.scripted import ScriptedDrafter
 from stretto.spec.standalone import Standalone
 from stretto.spec.suffix import Suffix
 
-__all__ = ["BUILT_IN", "GROUP", "DrafterContext", "DrafterError", "DrafterKind", "drafter_caps", "drafter_sizes",
-           "find_drafter", "make_drafter", "make_host_drafter"]
+__all__ = ["BUILT_IN", "GROUP", "DrafterContext", "DrafterError", "DrafterKind", "draft_checkpoint", "drafter_caps",
+           "drafter_sizes", "find_drafter", "make_drafter", "make_host_drafter"]
 
 GROUP = "stretto.drafters"
 
@@ -159,6 +160,20 @@ def drafter_sizes(asked: str, target: Target, width: int | None = None) -> Draft
     if width is not None and sizes.caps.shape == "chain":
         sizes = replace(sizes, caps=replace(sizes.caps, lookahead=min(sizes.caps.lookahead, width)))
     return sizes
+
+
+def draft_checkpoint(asked: str) -> Path | None:
+    """The draft checkpoint that `asked` names, on this disk (fetched if need be); None where it names none, as with the
+    heads that ship with the package. Of a third party's drafter: what its settings begin with, if that is a path.
+    Raises DrafterError and model.hub.ModelNotFound."""
+    kind, settings = find_drafter(asked)
+    named = settings.partition(",")[0]
+    if not named or "=" in named:
+        return None
+    path = Path(named).expanduser()
+    if kind in BUILT_IN.values() and not path.is_file():
+        return resolve_model(named)
+    return path if path.exists() else None
 
 
 def make_host_drafter(asked: str) -> Callable[[Sequence[int], int], list[int]]:

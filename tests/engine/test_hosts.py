@@ -21,15 +21,35 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from stretto import __version__
 from stretto.compat import ConfigError
-from stretto.config import Config, DeviceFacts, ModelSection, ParallelSection, ServeSection
-from stretto.engine.hosts import LEADER, LIFE, PLANS, Address, Introduction, Meeting, open_store, prepare_with
+from stretto.config import (
+    Config,
+    DeviceFacts,
+    ModelFacts,
+    ModelSection,
+    ParallelSection,
+    ServeSection,
+    SpeculationSection,
+)
+from stretto.engine.hosts import (
+    LEADER,
+    LIFE,
+    PLANS,
+    Address,
+    Introduction,
+    Meeting,
+    files_of,
+    open_store,
+    prepare_with,
+)
 from stretto.engine.launch import Launch, check_launch
-from stretto.engine.locate import locate
+from stretto.engine.locate import Located, locate
 from stretto.facts import device_facts, model_facts
 from tests.engine.small import VOCAB, Oracle, save_tiny
 
@@ -77,7 +97,8 @@ def test_a_rank_with_another_model_is_refused_and_a_stranger_is_ignored(tmp_path
     def rank_1() -> None:
         with pytest.raises((AuthenticationError, OSError, EOFError)):
             come(launch, PLANS, None, secret=b"wrong").recv()
-        plans = come(launch, PLANS, Introduction(1, "elsewhere", __version__, device_facts(), other))
+        plans = come(launch, PLANS, Introduction(1, "elsewhere", __version__, device_facts(), other,
+                                                  files_of(locate(config))))
         with come(launch, LIFE, None):
             told.append(plans.recv())
 
@@ -90,12 +111,53 @@ def test_a_rank_with_another_model_is_refused_and_a_stranger_is_ignored(tmp_path
     assert "are others" in str(told[0])
 
 
+def meeting_of(introduction: Introduction) -> Meeting:
+    meeting = object.__new__(Meeting)
+    meeting.introductions = {1: introduction}
+    return meeting
+
+
+def test_files_of_equal_sizes_are_told_apart_and_hosts_that_pack_otherwise_are_not(tmp_path: Path):
+    """The sums of all ranks are the same at every rank, whatever its own part of them is: nobody would notice later."""
+    for folder, seed in (("here", 0), ("same", 0), ("tuned", 1)):
+        save_tiny(tmp_path / folder / "model", "llama")
+        weights = load_file(tmp_path / folder / "model" / "model.safetensors")
+        weights["model.embed_tokens.weight"][0] += seed
+        save_file(weights, tmp_path / folder / "model" / "model.safetensors", {"format": "pt"})
+        head = tmp_path / folder / "head"
+        head.mkdir()
+        (head / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama"}')
+        save_file({"fc.weight": torch.full((4, 8), float(seed))}, head / "model.safetensors")
+
+    def found(model: str, head: str, longest: str = "") -> tuple[ModelFacts, dict[str, str]]:
+        config = Config(speculation=SpeculationSection(f"eagle:{tmp_path / head / 'head'}" if head else longest))
+        path = tmp_path / model / "model"
+        return model_facts(path), files_of(Located(config, path, path))
+
+    model, files = found("here", "here")
+
+    def check(theirs: tuple[ModelFacts, dict[str, str]]) -> None:
+        meeting_of(Introduction(1, "elsewhere", __version__, (), *theirs)).check(model, files)
+
+    check(found("same", "same"))
+    check((replace(model, packed_bytes=(("cpu", 5),), unpacked_bytes=3), files))  # of a processor with other kernels
+    assert found("tuned", "here")[0] == model, "sizes do not tell them apart"
+    with pytest.raises(ConfigError, match="its files of the model model are others") as refused:
+        check(found("tuned", "here"))
+    assert "drafter" not in str(refused.value)
+    with pytest.raises(ConfigError, match="its files of the drafter are others") as refused:
+        check(found("here", "tuned"))
+    assert "of the model" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"its files of the drafter are others.*the same command"):
+        check(found("here", "", "ngram:longest=5"))
+
+
 def test_the_memory_of_the_poorest_host_decides(tmp_path: Path):
     meeting = object.__new__(Meeting)
     meeting.launch = Launch(0, 4, 0, 2, "a", 1, False)
     rich, poor = DeviceFacts("cpu", "x", 400, 200), DeviceFacts("cpu", "y", 300, 100)
     gpus = [DeviceFacts("cuda", "g", 80, 79 - i, others=((80, 1),)) for i in range(4)]
-    meeting.introductions = {rank: Introduction(rank, "h", __version__, (gpus[rank], poor), None)  # type: ignore
+    meeting.introductions = {rank: Introduction(rank, "h", __version__, (gpus[rank], poor), None, {})  # type: ignore
                              for rank in (1, 2, 3)}
     cuda, cpu = meeting.devices((gpus[0], rich))
     assert cuda.others == ((80, 78), (80, 77), (80, 76)), "the GPUs of the other ranks, not those beside this one"

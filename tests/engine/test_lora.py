@@ -3,24 +3,27 @@ The oracle is transformers with the adapter merged into the weights."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from stretto.compat import ConfigError
 from stretto.config import Config, KVSection, LoraSection, ModelSection
-from stretto.engine.adapters import AdapterLoader
+from stretto.engine.adapters import AdapterLoader, PutAdapter
 from stretto.engine.build import build_core
 from stretto.engine.core import EngineCore
 from stretto.engine.llm import LLM
 from stretto.engine.prepare import prepare
 from stretto.host.adapters import Adapters
+from stretto.model.digest import digest
 from stretto.model.load import load_model
-from stretto.model.lora import AdapterBank
+from stretto.model.lora import AdapterBank, AdapterError
 from stretto.params import SamplingParams
 from stretto.protocol import GetSession, LoadAdapter, RequestError, SessionTurn, UnloadAdapter
 from stretto.spec.ngram import NgramDrafter
@@ -88,6 +91,20 @@ def check_all(adapted: Adapted, core: EngineCore) -> Run:
         for name in (None, "a", "b"):
             assert run.ids(f"{i} {name}") == adapted.answer(name, prompt), (name, prompt)
     return run
+
+
+def test_a_rank_with_other_files_of_an_adapter_refuses_it(adapted, tmp_path):
+    """Found when the adapter is loaded, at the start or later: sums would hide it."""
+    tiny = adapted["llama"]
+    core, folder = tiny.core(()), tmp_path / "adapter"
+    runner = core.device.runner  # type: ignore[attr-defined]
+    shutil.copytree(tiny.folders["a"], folder)
+    there = PutAdapter(1, folder, digest(tiny.folders["a"]))  # as rank 0 sends it
+    there(runner)
+    weights = load_file(folder / "adapter_model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, folder / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=r"adapter .* on .* has other files than at rank 0"):
+        there(runner)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
