@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from stretto.device.runner import Finish, Forward, Runner
 from stretto.sample.features import SHORT, StepShape
 from stretto.sample.processors import TokenMasks
 
-MOST_LATER = 48  # graphs kept at a time besides those wanted from the start
+MOST_LATER = 48  # graphs and pairs of them kept at a time besides those wanted from the start
 _FINE = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
 _STEPS = _FINE + list(range(160, 513, 32)) + list(range(576, 1025, 64)) + list(range(1152, 2049, 128))
 
@@ -115,6 +116,7 @@ class GraphExecutor:
         self.runner, self.largest_tokens = runner, largest_tokens
         self.graphs: dict[StepShape, Captured] = {}
         self.halves: dict[StepShape, CapturedHalves] = {}
+        self._kept: dict[StepShape, dict[StepShape, Any]] = {}  # which of the two has it, the one used last at the end
         self.seen: Counter[StepShape] = Counter()  # how often each bucket was asked for
         self.loaded: set[object] = set()  # sizes and features whose kernels have run, see `_kernels_of`
         self.most = MOST_LATER
@@ -133,7 +135,7 @@ class GraphExecutor:
             self.eager_steps += 1
             return self.runner.run(self._padded(rows, bucket.rows), bucket), bucket
         self.replays += 1
-        self.graphs[bucket] = self.graphs.pop(bucket)  # the one used last
+        self._use(bucket, self.graphs)
         captured.rows[: len(rows)] = rows
         captured.rows[len(rows) :] = 0
         captured.graph.replay()
@@ -151,8 +153,19 @@ class GraphExecutor:
             bucket, finish = self.runner.halve_now(self._padded(rows, bucket.rows), bucket)
             return bucket, lambda masks: finish(None if masks is None else _padded_masks(masks, bucket.rows))
         self.replays += 1
+        self._use(bucket, self.halves)
         captured.start(rows)
         return bucket, captured.finish
+
+    def _use(self, bucket: StepShape, graphs: dict[StepShape, Any]) -> None:
+        self._kept.pop(bucket, None)
+        self._kept[bucket] = graphs
+
+    def _make_room(self) -> None:
+        """For one more: beyond `most` graphs and pairs, those that were used least recently go."""
+        while len(self._kept) >= self.most:
+            bucket = next(iter(self._kept))
+            del self._kept.pop(bucket)[bucket]
 
     def _comes_again(self, bucket: StepShape) -> bool:
         """A capture takes as long as launching the step once more, and some memory."""
@@ -172,18 +185,18 @@ class GraphExecutor:
 
     def capture(self, bucket: StepShape) -> Captured:
         """Captures a step of padding rows, which change nothing; before it runs them, if the bucket's kernels may have
-        never run. Beyond `most` graphs the one that was used least recently goes."""
+        never run."""
         started = time.perf_counter()
         rows = torch.zeros(bucket.rows, 3, dtype=torch.int32, device=self.runner.model.device)
         if self._is_new(bucket):
             self.runner.run(rows, bucket)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()  # torch.cuda.graph would also empty the allocator's cache, each time
-        while len(self.graphs) >= self.most:
-            del self.graphs[next(iter(self.graphs))]
+        self._make_room()
         with self._capturing(graph):
             body = self.runner.run(rows, bucket)
         self.graphs[bucket] = captured = Captured(graph, rows, body)
+        self._use(bucket, self.graphs)
         self.capture_seconds += time.perf_counter() - started
         return captured
 
@@ -196,12 +209,14 @@ class GraphExecutor:
         if self._is_new(bucket):
             runner.second(runner.first(rows, bucket), rows, bucket, masks)
         torch.cuda.synchronize()
+        self._make_room()
         first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with self._capturing(first):
             forward = runner.first(rows, bucket)
         with self._capturing(second):
             body = runner.second(forward, rows, bucket, masks)
         self.halves[bucket] = captured = CapturedHalves(first, second, rows, masks, forward, body)
+        self._use(bucket, self.halves)
         self.capture_seconds += time.perf_counter() - started
         return captured
 
@@ -245,6 +260,7 @@ class GraphExecutor:
         """Lets the graphs go: NCCL does not end before all that hold one of its launches have."""
         self.graphs.clear()
         self.halves.clear()
+        self._kept.clear()
 
 
 def _padded_masks(masks: TokenMasks, rows: int) -> TokenMasks:

@@ -13,6 +13,7 @@ import torch
 
 from stretto.device.graphs import GraphExecutor, bucketed, tokens_bucket, usual_shapes
 from stretto.sample.features import SHORT, StepShape
+from stretto.sample.processors import TokenMasks
 
 
 @pytest.mark.parametrize("short", [False, True])
@@ -85,14 +86,23 @@ class CountingRunner:
     """Of a `GraphExecutor`: which buckets were run outside a capture."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.model, self.ran, self.capturing = SimpleNamespace(device=torch.device("cpu")), [], False
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+        self.model = SimpleNamespace(device=torch.device("cpu"), vocab_size=64, graphs=True)
+        self.backend = SimpleNamespace(caps=SimpleNamespace(graphs=True))
+        self.table = SimpleNamespace(custom=SimpleNamespace(graph_safe=lambda processors: True))
+        self.ran, self.capturing = [], False
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     def run(self, rows: torch.Tensor, bucket: StepShape) -> torch.Tensor:
         if not self.capturing:
             self.ran.append((bucket.rows, bucket.sampled))
+        return torch.zeros(1)
+
+    def first(self, rows: torch.Tensor, bucket: StepShape) -> None:
+        self.run(rows, bucket)
+
+    def second(self, forward: None, rows: torch.Tensor, bucket: StepShape, masks: TokenMasks) -> torch.Tensor:
         return torch.zeros(1)
 
 
@@ -125,9 +135,28 @@ def test_the_graph_that_was_used_least_recently_goes(monkeypatch: pytest.MonkeyP
     buckets = [bucketed(s) for s in usual_shapes(8, 1, 0) if not s.sampled]
     for bucket in buckets[:3]:
         executor.capture(bucket)
-    executor.graphs[buckets[0]] = executor.graphs.pop(buckets[0])  # as a replay does
+    executor._use(buckets[0], executor.graphs)  # as a replay does
     executor.capture(buckets[3])
-    assert list(executor.graphs) == [buckets[2], buckets[0], buckets[3]]
+    assert set(executor.graphs) == {buckets[2], buckets[0], buckets[3]}
+
+
+def test_graphs_and_pairs_have_one_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = executor_of(monkeypatch)
+    executor.most = 3
+    plain = [bucketed(s) for s in usual_shapes(8, 1, 0) if not s.sampled]
+    masked = [replace(bucket, masked=True) for bucket in plain]
+    for n in range(4):
+        executor.capture(plain[n])
+        executor.capture_halves(masked[n])
+        assert len(executor.graphs) + len(executor.halves) <= 3
+    assert set(executor.graphs) == {plain[3]} and set(executor.halves) == {masked[2], masked[3]}
+    executor.halve(torch.zeros(1, 3, dtype=torch.int32), masked[2])  # replayed, so it stays longest
+    for n in range(2):
+        executor.capture(plain[n])
+    assert set(executor.halves) == {masked[2]}
+    executor.clear()
+    assert not executor.graphs and not executor.halves
+    executor.capture(plain[0])
 
 
 @pytest.mark.parametrize("feature", [{"filtered": True}, {"masked": True}, {"penalised": True}, {"adapted": True}])
