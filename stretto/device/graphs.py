@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from stretto.sample.features import SHORT, StepShape
 from stretto.sample.processors import TokenMasks
 
 MOST_LATER = 48  # graphs and pairs of them kept at a time besides those wanted from the start
+OFTENER = 4  # a bucket that takes another one's place comes back so many times sooner
 _FINE = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
 _STEPS = _FINE + list(range(160, 513, 32)) + list(range(576, 1025, 64)) + list(range(1152, 2049, 128))
 
@@ -117,7 +117,8 @@ class GraphExecutor:
         self.graphs: dict[StepShape, Captured] = {}
         self.halves: dict[StepShape, CapturedHalves] = {}
         self._kept: dict[StepShape, dict[StepShape, Any]] = {}  # which of the two has it, the one used last at the end
-        self.seen: Counter[StepShape] = Counter()  # how often each bucket was asked for
+        self.steps = 0
+        self.seen: dict[StepShape, int] = {}  # the step when a bucket was asked for last
         self.loaded: set[object] = set()  # sizes and features whose kernels have run, see `_kernels_of`
         self.most = MOST_LATER
         self.pool = torch.cuda.graph_pool_handle()
@@ -130,7 +131,7 @@ class GraphExecutor:
         captured = self.graphs.get(bucket)
         if captured is None and self._comes_again(bucket) and self._worth_it(bucket):
             captured = self.capture(bucket)
-        self.seen[bucket] += 1
+        self._note(bucket)
         if captured is None:
             self.eager_steps += 1
             return self.runner.run(self._padded(rows, bucket.rows), bucket), bucket
@@ -147,7 +148,7 @@ class GraphExecutor:
         captured = self.halves.get(bucket)
         if captured is None and self._comes_again(bucket) and self._worth_it(bucket):
             captured = self.capture_halves(bucket)
-        self.seen[bucket] += 1
+        self._note(bucket)
         if captured is None:
             self.eager_steps += 1
             bucket, finish = self.runner.halve_now(self._padded(rows, bucket.rows), bucket)
@@ -167,9 +168,24 @@ class GraphExecutor:
             bucket = next(iter(self._kept))
             del self._kept.pop(bucket)[bucket]
 
+    def _note(self, bucket: StepShape) -> None:
+        self.steps += 1
+        self.seen[bucket] = self.steps
+
     def _comes_again(self, bucket: StepShape) -> bool:
-        """A capture takes as long as launching the step once more, and some memory."""
-        return self.seen[bucket] >= 1
+        """A capture takes as long as launching the step once more, and some memory. Where every place is taken, it also
+        takes away a graph, which would be captured again at its own return if that came soon: of more buckets than
+        places, each step would be a capture. So the bucket must have come back much sooner than that graph.
+
+            the graph used longest ago   x . . . . . . . . . . . . . . . . . .
+            a bucket to be captured                                  x . . . x   OFTENER times sooner
+        """
+        if bucket not in self.seen:
+            return False
+        if len(self._kept) < self.most:
+            return True
+        now, oldest = self.steps + 1, next(iter(self._kept))
+        return OFTENER * (now - self.seen[bucket]) <= now - self.seen.get(oldest, 0)
 
     def _worth_it(self, bucket: StepShape) -> bool:
         assert bucket.tokens is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stretto.device.graphs import GraphExecutor, bucketed, tokens_bucket, usual_shapes
+from stretto.device.graphs import MOST_LATER, GraphExecutor, bucketed, tokens_bucket, usual_shapes
+from stretto.device.runner import Finish
 from stretto.sample.features import SHORT, StepShape
 from stretto.sample.processors import TokenMasks
 
@@ -93,11 +95,15 @@ class CountingRunner:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
     def run(self, rows: torch.Tensor, bucket: StepShape) -> torch.Tensor:
         if not self.capturing:
             self.ran.append((bucket.rows, bucket.sampled))
         return torch.zeros(1)
+
+    def halve_now(self, rows: torch.Tensor, bucket: StepShape) -> tuple[StepShape, Finish]:
+        return bucket, lambda masks: torch.zeros(1)
 
     def first(self, rows: torch.Tensor, bucket: StepShape) -> None:
         self.run(rows, bucket)
@@ -157,6 +163,50 @@ def test_graphs_and_pairs_have_one_bound_together(monkeypatch: pytest.MonkeyPatc
     executor.clear()
     assert not executor.graphs and not executor.halves
     executor.capture(plain[0])
+
+
+def replays(executor: CountingExecutor, shapes: list[StepShape]) -> tuple[int, int]:
+    """(steps that were replayed, captures) of these steps."""
+    captures, before = [], executor.replays
+    capture, halves = executor.capture, executor.capture_halves
+    executor.capture = lambda bucket: (captures.append(bucket), capture(bucket))[1]  # type: ignore[method-assign]
+    executor.capture_halves = lambda bucket: (captures.append(bucket), halves(bucket))[1]  # type: ignore
+    for shape in shapes:
+        step = executor.halve if shape.masked else executor
+        step(torch.zeros(shape.rows, 3, dtype=torch.int32), shape)
+    executor.capture, executor.capture_halves = capture, halves  # type: ignore[method-assign]
+    return executor.replays - before, len(captures)
+
+
+def shapes_of(n: int, masked: int = 0) -> list[StepShape]:
+    """So many buckets; every `masked`-th of them of a step with grammars."""
+    shapes = [StepShape(rows=1, tokens=64 * i, logits=1, width=1, draft_width=0, short=False,
+                        masked=masked > 0 and i % masked == 0) for i in range(3, 3 + n)]
+    assert len({bucketed(shape) for shape in shapes}) == n
+    return shapes
+
+
+@pytest.mark.parametrize("masked", [0, 2])
+def test_more_buckets_than_places_do_not_chase_each_other(masked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, shapes = executor_of(monkeypatch), shapes_of(60, masked)
+    replays(executor, shapes * 2)
+    assert len(executor.graphs) + len(executor.halves) == executor.most == MOST_LATER
+    replayed, captures = replays(executor, shapes * 10)
+    assert captures == 0 and replayed == 10 * MOST_LATER
+    executor.largest_tokens = 1 << 20
+    chosen = random.Random(1).choices(shapes_of(200), k=2000)
+    assert replays(executor, chosen)[1] < 400
+
+
+def test_a_new_load_takes_the_places_of_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of graphs that were captured before the first request, and never used."""
+    executor, shapes = executor_of(monkeypatch), shapes_of(MOST_LATER + 8)
+    old, new = shapes[:MOST_LATER], shapes[MOST_LATER:]
+    executor.warm_up(old)
+    executor.most = len(old)
+    assert replays(executor, old * 4) == (4 * len(old), 0)
+    replays(executor, new * 16)
+    assert replays(executor, new * 4) == (4 * len(new), 0)
 
 
 @pytest.mark.parametrize("feature", [{"filtered": True}, {"masked": True}, {"penalised": True}, {"adapted": True}])
