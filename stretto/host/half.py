@@ -121,7 +121,8 @@ class HostHalf:
         before = self.sessions.info(action.sid)
         for rid in self.sessions.turns_of(action.sid) if action.abort else ():
             outputs += self.abort(rid)
-        self.sessions.close(action.sid)
+        if action.sid in self.sessions:  # one that was closing already went with its last turn
+            self.sessions.close(action.sid)
         left = action.sid in self.sessions
         return self.sessions.info(action.sid) if left else before, outputs
 

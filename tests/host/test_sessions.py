@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.protocol import RequestError
+from stretto.protocol import CloseSession, RequestError
 from tests.host.harness import Asked, Client, Harness, World, plain_world
 from tests.host.steps import counters, ended, opened, prompt_of, run_dry, session_turn, submit
 
@@ -70,6 +70,22 @@ def test_a_waiting_turn_can_be_aborted():
     assert ended(h, rid).finish == "abort" and len(ended(h, live).tokens) == 30
     h.half.sessions.close(sid)
     h.finish()
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_closing_with_abort_ends_every_turn(closing: bool):
+    """Of a session that was told to close before, too: nobody waits for an answer that never comes."""
+    h = Harness(plain_world(), 0)
+    sid = opened(h, "s")
+    live = begun(h, sid, prompt_of(10), max_tokens=50)
+    rid = waiting(h, sid, prompt_of(5, 2), "w")
+    if closing:
+        h.half.manage(CloseSession(sid))
+    (info,), outputs = h.half.manage(CloseSession(sid, abort=True))
+    assert info.id == sid and info.state == ("closing" if closing else "running")
+    assert [(output.rid, output.finish_reason) for output in outputs] == [(rid, "abort"), (live, "abort")]
+    assert sid not in h.half.sessions and not h.half.has_work
+    h.half.audit()
 
 
 def test_a_waiting_turn_that_no_longer_fits_ends_with_an_error():
