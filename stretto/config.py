@@ -203,8 +203,9 @@ class ServeSection:
     replicas: int = 1
     """Servers of this model on this machine, each with its own engine, GPUs or cores and port, behind a gateway that
     listens on --port and keeps sessions and common prompt beginnings together (stretto[router])."""
-    gateway: Literal["smg", "vllm-router"] = "smg"
-    """The gateway in front of --replicas: smg, or vllm-router, which passes on everything unread, LoRA adapters too."""
+    gateway: Literal["smg", "vllm-router"] | None = None
+    """The gateway in front of --replicas: smg, or vllm-router, which passes on everything unread, LoRA adapters too.
+    Default: smg."""
     max_live_requests: int = 4096
     """Most requests that run and wait; a further one is told to come back (429)."""
     max_body_bytes: int = 32 * 2**20

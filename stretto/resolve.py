@@ -33,7 +33,7 @@ from stretto.config import (
     Resolved,
     gib,
 )
-from stretto.replicas.offers import OFFERS
+from stretto.replicas.offers import DEFAULT_GATEWAY, OFFERS
 from stretto.wire import STATE, state_cells
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -144,12 +144,16 @@ def _exclusive(config: Config) -> Iterator[Refusal]:
                      "it must be 0 or more", "set 0 or more")
     if config.serve.replicas > 1:
         yield from _behind_gateway(config)
+    elif config.serve.gateway is not None:
+        yield Refusal(f"--gateway {config.serve.gateway}", f"--replicas {config.serve.replicas}",
+                     "one server stands behind no gateway", "set --replicas, or leave out --gateway")
 
 
 def _behind_gateway(config: Config) -> Iterator[Refusal]:
     """What has no meaning for several servers behind a gateway, or is more than this one can do."""
     serve, file = config.serve, config.schedule.session_file
-    many, gateway, offer = f"--replicas {serve.replicas}", f"--gateway {serve.gateway}", OFFERS[serve.gateway]
+    name = serve.gateway or DEFAULT_GATEWAY
+    many, gateway, offer = f"--replicas {serve.replicas}", f"--gateway {name}", OFFERS[name]
     if serve.uds is not None:
         yield Refusal(f"--uds {serve.uds}", many, "the gateway listens on a port", "leave out one of them")
     if serve.root_path:

@@ -133,7 +133,11 @@ def _load(text: str) -> Load | list[Talk]:
 
 def _here(given: dict[str, Any]) -> Hardware:
     """This machine's GPU, measured in a process of its own, since torch takes seconds to load."""
-    asked = subprocess.run([sys.executable, "-m", PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS)
+    try:
+        asked = subprocess.run([sys.executable, "-m", PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise CommandFailed(f"this machine's GPU was not measured within {PROBE_SECONDS} s: look at nvidia-smi, or name"
+                            " the GPU with --hw") from None
     if asked.returncode != 0:
         said = asked.stderr.strip().splitlines()
         raise CommandFailed(f"this machine's GPU cannot be measured: {said[-1] if said else asked.returncode}")

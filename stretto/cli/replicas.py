@@ -24,18 +24,17 @@ from stretto.cli.server import serve_here
 from stretto.config import Config
 from stretto.replicas.fleet import Fleet, Job
 from stretto.replicas.gateway import Gateway, make_gateway
-from stretto.replicas.placement import LOOPBACK, Place, free_ports, place, usable_cores, visible_gpus
+from stretto.replicas.placement import LOOPBACK, Place, choose_ports, place, usable_cores, visible_gpus
 from stretto.serve.server import bind
 
 
 def serve_replicas(config: Config) -> int:
     """Until SIGTERM or Ctrl-C. Returns the exit code. Raises ConfigError and OSError before anything is started."""
     gpus = () if config.model.device == "cpu" else visible_gpus()
-    places = place(config, gpus, usable_cores())
+    ports = choose_ports(config.serve.port, config.serve.replicas)
+    places = place(config, gpus, usable_cores(), ports.replicas)
     bind(config.serve.host, config.serve.port).close()  # or somebody else's gateway would be taken for ours
-    port = config.serve.port or free_ports([0])[0]
-    (metrics_port,) = free_ports([config.serve.port and config.serve.port + len(places) + 1])
-    gateway = make_gateway(config.serve, port, metrics_port)
+    gateway = make_gateway(config.serve, ports.gateway, ports.metrics)
     console = Console(stderr=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # of the fleet's own questions
 
@@ -63,17 +62,18 @@ def replica_job(config: Config, one: Place) -> Job:
 
 def replica_config(config: Config, one: Place) -> Config:
     """The fleet's configuration as one replica has it: alone, at its own address. TLS ends at the gateway."""
-    return replace(config, serve=replace(config.serve, replicas=1, host=LOOPBACK, port=one.port, ssl_certfile=None,
-                                         ssl_keyfile=None))
+    return replace(config, serve=replace(config.serve, replicas=1, gateway=None, host=LOOPBACK, port=one.port,
+                                         ssl_certfile=None, ssl_keyfile=None))
 
 
 # -------------------------------------------------------------------------------------------------------------- report
 def fleet_report(places: Sequence[Place], gateway: Gateway) -> dict[str, Any]:
     """What runs where. JSON-ready; holds no keys."""
-    return {"event": "replicas", "gateway": {
-        "program": gateway.program, "url": gateway.url, "probes": ["/liveness", "/readiness"], "own_metrics": f"http://{LOOPBACK}:{gateway.metrics_port}/metrics"},
-        "replicas": [{"replica": one.index, "runs_on": one.hardware, "url": one.url, "metrics": f"{one.url}/metrics"}
-                     for one in places]}
+    in_front = {"program": gateway.program, "url": gateway.url, "probes": ["/liveness", "/readiness"],
+                "own_metrics": f"http://{LOOPBACK}:{gateway.metrics_port}/metrics"}
+    return {"event": "replicas", "gateway": in_front, "replicas": [
+        {"replica": one.index, "runs_on": one.hardware, "url": one.url, "metrics": f"{one.url}/metrics"}
+        for one in places]}
 
 
 def print_fleet(report: dict[str, Any], console: Console) -> None:

@@ -23,7 +23,7 @@ import signal
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -41,6 +41,7 @@ GATEWAY_SECONDS = 60.0
 GATEWAY_STOP_SECONDS = 10.0
 LAST_WORDS_SECONDS = 15.0  # that a replica gets beyond its own --drain-timeout
 POLL_SECONDS = 0.1
+LONGEST_LINE = 2**20  # bytes of a log's line that are kept
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 log = logging.getLogger(__name__)
@@ -80,11 +81,11 @@ class _Replica:
         self.place = place
         self.process: Process | None = None
         self.settled = asyncio.Event()  # it serves, or never will
-        self.ready = False  # answers, whether the gateway knows or not
         self.serving = False  # the gateway sends here
         self.served = False  # has done so once
         self.leaving = False  # stopped on purpose, to be started again
-        self.deaths: deque[float] = deque()
+        self.deaths: deque[float] = deque()  # the latest
+        self.died = 0  # times, ever
 
     def signal(self, number: int) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -166,9 +167,12 @@ class Fleet:
                     return
                 if replica.leaving:
                     replica.leaving = False
+                    if code != 0:
+                        log.warning("replica %d, which was to be restarted, has ended with exit code %d", index, code)
                     continue
                 if not replica.served:
                     self._fail(code)
+                replica.died += 1
                 with contextlib.suppress(httpx.HTTPError, TimeoutError):
                     await self._control.withdraw(replica.place.url)
                 wait = _wait_before_restart(replica.deaths, self._restarts)
@@ -188,13 +192,13 @@ class Fleet:
         if self._stopping.is_set():
             replica.signal(signal.SIGTERM)
         try:
-            if await self._becomes_ready(replica):
-                replica.ready = True
-                await self._introduce(replica)
-                replica.settled.set()
-            return await process.wait()
+            async with asyncio.TaskGroup() as group:
+                introducing = group.create_task(self._keep_introduced(replica))
+                code = await process.wait()
+                introducing.cancel()
+            return code
         finally:
-            replica.ready = replica.serving = False
+            replica.serving = False
             await _killed(process)
 
     async def _becomes_ready(self, replica: _Replica) -> bool:
@@ -211,43 +215,56 @@ class Fleet:
             replica.signal(signal.SIGKILL)
         return False
 
-    async def _introduce(self, replica: _Replica) -> None:
-        """Until the gateway sends to it, or it has ended."""
-        while replica.alive and not self._stopping.is_set():
-            await self._until(self._gateway_up.is_set)
+    async def _keep_introduced(self, replica: _Replica) -> None:
+        """Tells the gateway of it, and each that is started later, as long as it lives. Nobody else does.
+
+            gateway    | serves .......................... X | starts | serves .................................... |
+            serving    | no | yes ..........................  | no         | yes ....... | no: it is withdrawn, drains
+                        admit                                             admit
+        """
+        if not await self._becomes_ready(replica):
+            return
+        while True:
+            await self._until(lambda: self._gateway_up.is_set() and not (replica.serving or replica.leaving))
+            if self._stopping.is_set():
+                return
             try:
                 await self._control.admit(replica.place.url)
             except (httpx.HTTPError, OSError, TimeoutError) as e:
                 log.warning("replica %d waits for the gateway: %s", replica.place.index, e)
                 await asyncio.sleep(1)
                 continue
+            if not self._gateway_up.is_set():
+                continue  # the one that took it has ended
             replica.serving = replica.served = True
+            replica.settled.set()
             log.info("replica %d serves (%s, %s)", replica.place.index, replica.place.hardware, replica.place.url)
-            return
 
     # ---------------------------------------------------------------------------------------------------- gateway
     async def _keep_gateway(self) -> None:
         deaths: deque[float] = deque()
         while True:
-            process = await self._gateway_job.start(stdout=PIPE)
-            relay = asyncio.create_task(self._relay_logs(process))
-            try:
-                await self._gateway_answers(process)
-                await self._until(self._gateway_up.is_set)
-                for replica in self._replicas:
-                    if replica.ready:
-                        await self._introduce(replica)
-                code = await process.wait()
-            finally:
-                self._gateway_up.clear()
-                await self._end_gateway(process)
-                await relay
+            code = await self._gateway_life()
             wait = _wait_before_restart(deaths, self._restarts)
             if wait is None or not any(replica.served for replica in self._replicas):
                 log.error("the gateway has ended with exit code %d", code)
                 self._fail(1)
             log.error("the gateway has died (exit code %d); it is started again in %g s", code, wait)
             await asyncio.sleep(wait)
+
+    async def _gateway_life(self) -> int:
+        """From the start of its process to the end. Returns the exit code."""
+        process = await self._gateway_job.start(stdout=PIPE)
+        relay = asyncio.create_task(self._relay_logs(process))
+        try:
+            await self._gateway_answers(process)
+            return await process.wait()
+        finally:
+            self._gateway_up.clear()
+            for replica in self._replicas:
+                replica.serving = False  # the next gateway knows of none
+            await self._end_gateway(process)
+            await relay
 
     async def _gateway_answers(self, process: Process) -> None:
         ends = time.monotonic() + GATEWAY_SECONDS
@@ -264,8 +281,11 @@ class Fleet:
         """What the gateway logs, as JSON or text, in the form of this process's own logs. Whatever else it prints is
         decoration; that replicas are gone is no news at the end."""
         assert process.stdout is not None
-        while line := await process.stdout.readline():
+        async for line in _lines(process.stdout):
             entry = _log_entry(line.decode(errors="replace"))
+            if entry is None and len(line) == LONGEST_LINE:
+                begins = line[:200].decode(errors="replace")
+                entry = logging.WARNING, f"a line of {LONGEST_LINE} bytes or more: {begins}"
             if entry is not None and not self._stopping.is_set():
                 gateway_log.log(entry[0], "[gateway] %s", entry[1])
 
@@ -303,22 +323,33 @@ class Fleet:
     async def _roll(self) -> None:
         """Restarts every replica, one after the other. The next one waits until the last one serves again."""
         for replica in self._replicas:
-            index, deaths = replica.place.index, len(replica.deaths)
-            if self._stopping.is_set() or not replica.serving:
-                continue
-            try:
-                await self._control.withdraw(replica.place.url)
-            except (httpx.HTTPError, TimeoutError) as e:
-                log.error("replica %d is not restarted: %s", index, e)
+            if not await self._restart(replica):
                 return
+        if not self._stopping.is_set():
+            log.info("all replicas have been restarted")
+
+    async def _restart(self, replica: _Replica) -> bool:
+        """Whether the next one may be restarted: when this one serves again. One that is down is left alone."""
+        await self._until(lambda: replica.serving or not replica.alive)
+        if self._stopping.is_set() or not replica.alive:
+            return True
+        index, process, died = replica.place.index, replica.process, replica.died
+        replica.leaving = True  # if it dies from now on, that is the restart
+        try:
+            await self._control.withdraw(replica.place.url)
+        except (httpx.HTTPError, TimeoutError) as e:
+            replica.leaving = replica.serving = False  # the gateway may have let it go: it is introduced again
+            log.error("replica %d is not restarted: %s", index, e or repr(e))
+            return False
+        replica.serving = False
+        if replica.process is process:  # or it has died meanwhile, and there is another one
             log.info("replica %d is restarted: it finishes what it has", index)
-            replica.leaving, replica.serving = True, False
             replica.signal(signal.SIGTERM)
-            await self._until(lambda one=replica, n=deaths: one.serving or len(one.deaths) > n)  # type: ignore[misc]
-            if not replica.serving:
-                log.error("replica %d did not come back; the others are left as they are", index)
-                return
-        log.info("all replicas have been restarted")
+        await self._until(lambda: replica.serving or replica.died > died)
+        if replica.serving or self._stopping.is_set():
+            return True
+        log.error("replica %d did not come back; the others are left as they are", index)
+        return False
 
     def _fail(self, code: int) -> NoReturn:
         self._exit_code = code if code > 0 else 1  # a signal's is negative
@@ -335,6 +366,19 @@ async def _killed(process: Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Without their ends; the first LONGEST_LINE bytes of a longer one."""
+    line = b""
+    while chunk := await stream.read(2**16):
+        first, *others = chunk.split(b"\n")
+        line += first[: LONGEST_LINE - len(line)]
+        for other in others:
+            yield line
+            line = other
+    if line:
+        yield line
 
 
 def _log_entry(line: str) -> tuple[int, str] | None:

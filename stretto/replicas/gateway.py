@@ -24,7 +24,7 @@ import httpx
 
 from stretto.compat import ConfigError, Refusal
 from stretto.config import ServeSection
-from stretto.replicas.offers import OFFERS
+from stretto.replicas.offers import DEFAULT_GATEWAY, OFFERS
 
 INSTALL = {"smg": "pip install 'stretto[router]'", "vllm-router": "pip install vllm-router"}
 # Of the session headers that the server reads (serve/sessions.py) those that name a conversation as long as it lasts.
@@ -180,7 +180,7 @@ assert PROGRAMS.keys() == OFFERS.keys()
 
 def make_gateway(serve: ServeSection, port: int, metrics_port: int) -> Gateway:
     """The one that the settings name. Raises ConfigError where it is not installed."""
-    kind = PROGRAMS[serve.gateway]
+    kind = PROGRAMS[serve.gateway or DEFAULT_GATEWAY]
     return kind(find_python(kind.program, kind.module.partition(".")[0], serve.replicas), port, metrics_port, serve)
 
 
@@ -201,7 +201,9 @@ class Control:
         return False
 
     async def admit(self, url: str) -> None:
-        """From the return on, requests go there."""
+        """From the return on, requests go there. One caller at a time: what an attempt before has left is removed."""
+        if url in await self._gateway.workers(self._http):
+            await self._gateway.remove(self._http, url)
         await self._until(lambda known: url not in known, WITHDRAW_SECONDS, f"the gateway does not let go of {url}")
         answer = await self._gateway.add(self._http, url)
         if answer.status_code >= 300:

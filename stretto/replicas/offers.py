@@ -18,5 +18,6 @@ class Offer:
     origins: bool
 
 
+DEFAULT_GATEWAY = "smg"
 OFFERS = {"smg": Offer("smg", every_name=False, guarded=True, tls=True, origins=True),
           "vllm-router": Offer("vllm-router", every_name=True, guarded=False, tls=False, origins=True)}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import NamedTuple
 
 from stretto.compat import ConfigError, Refusal
 from stretto.config import Config
 
 LOOPBACK = "127.0.0.1"  # only the gateway calls replicas
 PROBE_SECONDS = 120.0
+_NAMES_GPU = re.compile(r"\d|GPU-|MIG-")
 _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
 
@@ -39,12 +43,18 @@ class Place:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """GPUs that this process may use: those that CUDA_VISIBLE_DEVICES names, or all that torch sees. torch is asked in
-    a process of its own, since it takes seconds to load and this one does without it."""
+    """GPUs that this process may use: those that CUDA_VISIBLE_DEVICES names, up to the first entry that names none (-1,
+    for one), as CUDA reads it; or all that torch sees. torch is asked in a process of its own, since it takes seconds
+    to load and this one does without it. Raises OSError where it does not answer."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
-        return tuple(gpu.strip() for gpu in named.split(",") if gpu.strip())
-    asked = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, timeout=PROBE_SECONDS)
+        return tuple(takewhile(_NAMES_GPU.match, (gpu.strip() for gpu in named.split(","))))
+    try:
+        asked = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True,
+                               timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"torch has not told the number of GPUs within {PROBE_SECONDS:g} s: look at nvidia-smi, name the"
+                      " GPUs in CUDA_VISIBLE_DEVICES, or choose --device cpu") from None
     return tuple(map(str, range(int(asked.stdout)))) if asked.returncode == 0 else ()
 
 
@@ -53,10 +63,26 @@ def usable_cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
-def place(config: Config, gpus: Sequence[str], cores: Sequence[int]) -> tuple[Place, ...]:
+class Ports(NamedTuple):
+    gateway: int
+    replicas: tuple[int, ...]
+    metrics: int  # of the gateway
+
+
+def choose_ports(gateway: int, replicas: int) -> Ports:
+    """The ones after the gateway's, so that they are the same at the next start; or free ones where that is 0, all
+    chosen at one time, since a port that was given back may be given out again. Raises OSError that names a port which
+    is taken."""
+    if gateway == 0:
+        gateway, *others = free_ports([0] * (replicas + 2))
+    else:
+        others = free_ports([gateway + 1 + i for i in range(replicas + 1)])
+    return Ports(gateway, tuple(others[:-1]), others[-1])
+
+
+def place(config: Config, gpus: Sequence[str], cores: Sequence[int], ports: Sequence[int]) -> tuple[Place, ...]:
     """Every replica gets --tensor-parallel-size GPUs of its own, neighbours first; without GPUs, an equal share of the
-    cores. Ports follow the gateway's, so that they are the same at the next start. Raises ConfigError where there are
-    too few GPUs, and OSError that names a port which is taken."""
+    cores. Raises ConfigError where there are too few GPUs."""
     count, ranks = config.serve.replicas, config.parallel.tensor_parallel_size
     if config.model.device == "cuda" or (gpus and config.model.device != "cpu"):
         if len(gpus) < count * ranks:
@@ -69,14 +95,7 @@ def place(config: Config, gpus: Sequence[str], cores: Sequence[int]) -> tuple[Pl
     else:
         each = len(cores) // count
         shares = [Place(i, 0, cores=tuple(cores[i * each : (i + 1) * each])) for i in range(count)]
-    ports = _ports(config.serve.port, count)
     return tuple(replace(share, port=port) for share, port in zip(shares, ports, strict=True))
-
-
-def _ports(gateway: int, count: int) -> list[int]:
-    """The ones after the gateway's, or free ones where that is 0."""
-    wanted = [0] * count if gateway == 0 else [gateway + 1 + i for i in range(count)]
-    return free_ports(wanted)
 
 
 def free_ports(wanted: Sequence[int]) -> list[int]:

@@ -13,7 +13,8 @@ from stretto.config import Config, ServeSection
 from stretto.logs import set_up_logging
 from stretto.replicas.fleet import Fleet, Job
 from stretto.replicas.gateway import PROGRAMS
-from stretto.replicas.placement import Place, free_ports, place
+from stretto.replicas.offers import DEFAULT_GATEWAY
+from stretto.replicas.placement import Place, choose_ports, place
 
 if __name__ == "__main__":
     python, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -24,8 +25,9 @@ if __name__ == "__main__":
     own = settings.pop("gateway", {})
     own |= {name: Path(own[name]) for name in ("ssl_certfile", "ssl_keyfile") if name in own}
     serve = ServeSection(port=0, replicas=count, **keys, **own)
-    places = place(Config(serve=serve), (), ())
-    gateway = PROGRAMS[serve.gateway](python, port, free_ports([0])[0], serve)
+    ports = choose_ports(0, count)
+    places = place(Config(serve=serve), (), (), ports.replicas)
+    gateway = PROGRAMS[serve.gateway or DEFAULT_GATEWAY](python, port, ports.metrics, serve)
 
     def job(one: Place) -> Job:
         own = json.dumps(settings | {"replica": one.index})

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -18,7 +21,7 @@ import pytest
 from stretto.config import Config, ServeSection
 from stretto.replicas.fleet import Fleet, Job
 from stretto.replicas.gateway import VllmRouter
-from stretto.replicas.placement import Place, free_ports, place
+from stretto.replicas.placement import Place, choose_ports, place
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = "tests.replicas.stand_ins"
@@ -27,13 +30,14 @@ STAND_INS = "tests.replicas.stand_ins"
 class Life:
     """A fleet in this process, its parts in their own."""
 
-    def __init__(self, count: int, restarts: int, fails: dict[int, int]):
+    def __init__(self, folder: Path, count: int, restarts: int, fails: dict[int, int], faults: dict[str, str | float]):
         serve = ServeSection(port=0, replicas=count)
-        self.places = place(Config(serve=serve), (), ())
-        self.gateway = VllmRouter(sys.executable, free_ports([0])[0], 0, serve)
-        self.ready, self.fails = asyncio.Event(), fails
-        self.fleet = Fleet(self.places, self._job, self.gateway, self._program("gateway", self.gateway.port), restarts,
-                           drain_timeout=5.0)
+        ports = choose_ports(0, count)
+        self.places = place(Config(serve=serve), (), (), ports.replicas)
+        self.gateway = VllmRouter(sys.executable, ports.gateway, ports.metrics, serve)
+        self.ready, self.fails, self._journal = asyncio.Event(), fails, folder / "journal"
+        job = self._program("gateway", self.gateway.port, self._journal, json.dumps(faults))
+        self.fleet = Fleet(self.places, self._job, self.gateway, job, restarts, drain_timeout=5.0)
 
     def _program(self, name: str, *arguments: object) -> Job:
         return Job(name, STAND_INS, [name, *map(str, arguments)], sys.executable,
@@ -51,9 +55,10 @@ class Life:
         return None
 
     async def workers(self) -> list[str]:
+        """Those that requests are sent to."""
         async with httpx.AsyncClient(base_url=self.gateway.control_url, trust_env=False) as http:
             with contextlib.suppress(httpx.HTTPError):
-                return sorted(await self.gateway.workers(http))
+                return sorted(url for url, healthy in (await self.gateway.workers(http)).items() if healthy)
         return []
 
     async def until(self, reached: Callable[[list[str]], bool], seconds: float = 20) -> None:
@@ -61,22 +66,28 @@ class Life:
             while not reached(await self.workers()):
                 await asyncio.sleep(0.05)
 
+    def told(self) -> list[str]:
+        """What the gateways were asked to do: "add 1", ..."""
+        return self._journal.read_text().splitlines()
+
     @property
     def urls(self) -> list[str]:
         return sorted(one.url for one in self.places)
 
 
 @contextlib.asynccontextmanager
-async def life(count: int = 2, restarts: int = 3, **fails: int) -> AsyncIterator[tuple[Life, asyncio.Task[int]]]:
-    made = Life(count, restarts, {int(name[-1]): code for name, code in fails.items()})
-    running = asyncio.create_task(made.fleet.run(made.ready.set))
-    try:
-        yield made, running
-    finally:
-        if not running.done():
-            made.fleet._stop()
-            made.fleet._stop()
-            await running
+async def life(count: int = 2, restarts: int = 3, faults: dict[str, str | float] | None = None,
+               **fails: int) -> AsyncIterator[tuple[Life, asyncio.Task[int]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = Life(Path(folder), count, restarts, {int(name[-1]): code for name, code in fails.items()}, faults or {})
+        running = asyncio.create_task(made.fleet.run(made.ready.set))
+        try:
+            yield made, running
+        finally:
+            if not running.done():
+                made.fleet._stop()
+                made.fleet._stop()
+                await running
         names = ["gateway", *(f"replica-{one.index}" for one in made.places)]
         assert [name for name in names if made.child(name)] == [], "something outlives the fleet"
 
@@ -154,3 +165,75 @@ async def test_a_stop_while_it_starts_leaves_nothing(early: bool):
             await made.until(lambda known: len(known) >= 1)
         made.fleet._stop()
         assert await asyncio.wait_for(running, 15) == 0
+
+
+# ------------------------------------------------------------------------------------------------ gateways with faults
+async def test_a_gateway_that_dies_while_it_is_told_is_started_again_and_told_of_each_once():
+    async with life(faults={"add 2": "die"}) as (made, _):
+        await asyncio.wait_for(made.ready.wait(), 15)
+        assert await made.workers() == made.urls
+        assert made.told() == ["add 1", "add 2", "add 3", "add 4"], "a replica has two introducers"
+
+
+async def test_one_that_dies_while_it_is_told_again_is_started_once_more():
+    async with life(faults={"add 3": "die"}) as (made, _):
+        await asyncio.wait_for(made.ready.wait(), 20)
+        gateway = made.child("gateway")
+        assert gateway is not None
+        gateway.kill()
+        await made.until(lambda known: len(made.told()) > 3 and known == made.urls, 10)
+
+
+async def test_one_replica_that_a_gateway_finds_unhealthy_keeps_nobody_else_out_and_comes_in_later(
+        monkeypatch: pytest.MonkeyPatch):
+    async with life(faults={"add 3": "stick", "add 4": "refuse"}) as (made, _):
+        await asyncio.wait_for(made.ready.wait(), 20)
+        monkeypatch.setattr("stretto.replicas.gateway.REGISTER_SECONDS", 3.0)
+        gateway = made.child("gateway")
+        assert gateway is not None
+        gateway.kill()
+        await made.until(lambda known: "add 5" in made.told() and len(known) == 1, 5)
+        await made.until(lambda known: known == made.urls, 10)
+        assert "remove 1" in made.told(), "what the first attempt had left"
+
+
+async def test_a_long_line_of_the_gateway_ends_no_relay(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    async with life(count=1, faults={"add 1": "shout"}) as (made, running):
+        await asyncio.wait_for(made.ready.wait(), 10)
+        made.fleet._stop()
+        assert await asyncio.wait_for(running, 10) == 0
+    said = [record.getMessage() for record in caplog.records if record.name == "gateway"]
+    assert "[gateway] and goes on" in said
+    assert any(line.startswith("[gateway] a line of 1048576 bytes or more") and len(line) < 400 for line in said)
+
+
+async def test_a_replica_that_dies_while_it_is_withdrawn_is_restarted_once(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    async with life(faults={"remove 1": 1.5}) as (made, _):
+        await asyncio.wait_for(made.ready.wait(), 20)
+        old, started = made.child("replica-0"), set[int]()
+        assert old is not None
+        os.kill(os.getpid(), signal.SIGHUP)
+        await made.until(lambda _: "remove 1" in made.told())
+        old.kill()
+
+        def restarted(_: list[str]) -> bool:
+            now = made.child("replica-0")
+            started.update({now.pid} if now is not None and now.pid != old.pid else ())
+            return "all replicas have been restarted" in caplog.messages
+
+        await made.until(restarted, 15)
+        await made.until(lambda known: known == made.urls, 5)
+        assert len(started) == 1, "the one that had just been started was stopped"
+        assert "replica 0, which was to be restarted, has ended with exit code -9" in caplog.messages
+
+
+async def test_a_replica_whose_withdrawal_fails_serves_again(caplog: pytest.LogCaptureFixture):
+    async with life(faults={"remove 1": "hang up"}) as (made, _):
+        await asyncio.wait_for(made.ready.wait(), 20)
+        before = made.child("replica-0")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await made.until(lambda _: any("replica 0 is not restarted" in line for line in caplog.messages), 5)
+        await made.until(lambda known: known == made.urls, 5)
+        assert made.child("replica-0") == before

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
 
-from stretto.cli.replicas import fleet_report, replica_config
+from stretto.cli.failures import CommandFailed
+from stretto.cli.plan import run as plan
+from stretto.cli.replicas import fleet_report, replica_config, serve_replicas
 from stretto.compat import ConfigError
 from stretto.config import Config, LoraSection, ModelSection, ParallelSection, ScheduleSection, ServeSection
 from stretto.replicas import tether
-from stretto.replicas.gateway import Smg, VllmRouter, find_python
-from stretto.replicas.placement import free_ports, place, visible_gpus
+from stretto.replicas.gateway import Gateway, Smg, VllmRouter, find_python
+from stretto.replicas.placement import Place, free_ports, place, visible_gpus
 from stretto.resolve import check_values
+
+PORTS = (8001, 8002)  # of two replicas
 
 
 def config(replicas: int, ranks: int = 1, device: str = "auto", **serve) -> Config:
@@ -27,22 +35,22 @@ def config(replicas: int, ranks: int = 1, device: str = "auto", **serve) -> Conf
 
 
 def test_gpus_are_divided_in_neighbouring_groups():
-    places = place(config(2, ranks=2), ["0", "1", "2", "3", "4"], range(16))
+    places = place(config(2, ranks=2), ["0", "1", "2", "3", "4"], range(16), PORTS)
     assert [one.gpus for one in places] == [("0", "1"), ("2", "3")] and all(one.cores == () for one in places)
-    assert [one.gpus for one in place(config(2), ["GPU-a", "GPU-b"], ())] == [("GPU-a",), ("GPU-b",)]
+    assert [one.gpus for one in place(config(2), ["GPU-a", "GPU-b"], (), PORTS)] == [("GPU-a",), ("GPU-b",)]
 
 
 def test_cores_are_divided_where_there_are_no_gpus():
-    assert [one.cores for one in place(config(2), (), (0, 1, 4, 5, 6))] == [(0, 1), (4, 5)]
-    assert [one.cores for one in place(config(3), (), (0, 1))] == [(), (), ()]
-    assert [one.gpus for one in place(config(2, device="cpu"), ["0"], (0, 1))] == [(), ()]
+    assert [one.cores for one in place(config(2), (), (0, 1, 4, 5, 6), PORTS)] == [(0, 1), (4, 5)]
+    assert [one.cores for one in place(config(3), (), (0, 1), (1, 2, 3))] == [(), (), ()]
+    assert [one.gpus for one in place(config(2, device="cpu"), ["0"], (0, 1), PORTS)] == [(), ()]
 
 
 @pytest.mark.parametrize("asked, gpus, ranks", [(3, 2, 1), (2, 3, 2), (2, 0, 1)])
 def test_too_few_gpus_are_refused_with_both_names(asked: int, gpus: int, ranks: int):
     with pytest.raises(ConfigError, match=rf"--replicas {asked} does not work with --tensor-parallel-size {ranks} on "
                                           rf"{gpus} GPU.*{asked * ranks} GPUs are needed"):
-        place(config(asked, ranks, device="cuda"), [str(i) for i in range(gpus)], (0, 1))
+        place(config(asked, ranks, device="cuda"), [str(i) for i in range(gpus)], (0, 1), PORTS)
 
 
 def test_a_taken_port_is_named():
@@ -58,12 +66,79 @@ def test_visible_gpus_are_those_that_the_variable_names(monkeypatch: pytest.Monk
     assert visible_gpus() == ()
 
 
+@pytest.mark.parametrize("named, found", [("-1", ()), ("0,-1,1", ("0",)), ("none", ()), ("void", ()), ("0,,1", ("0",)),
+                                          ("MIG-a, 2 , no", ("MIG-a", "2"))])
+def test_the_first_entry_that_names_no_gpu_ends_the_list(monkeypatch: pytest.MonkeyPatch, named: str, found: tuple):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert visible_gpus() == found
+
+
+def never_answers(*command: object, timeout: float, **options: object):
+    raise subprocess.TimeoutExpired("python", timeout)
+
+
+def test_a_probe_that_does_not_end_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(subprocess, "run", never_answers)
+    with pytest.raises(OSError, match=r"within 120 s.*--device cpu"):
+        visible_gpus()
+    with pytest.raises(CommandFailed, match=r"within 300 s.*--hw"):
+        plan("llama-3.1-8b", hw="here")
+
+
+class _Sockets:
+    """Stands for the socket module: a free port is the lowest that nobody holds."""
+
+    SOL_SOCKET = SO_REUSEADDR = 0
+    held: ClassVar[set[int]] = set()
+
+    class socket:
+        def setsockopt(self, *option: int) -> None:
+            pass
+
+        def bind(self, address: tuple[str, int]) -> None:
+            self.port = address[1] or next(port for port in range(50_000, 60_000) if port not in _Sockets.held)
+            _Sockets.held.add(self.port)
+
+        def listen(self, backlog: int) -> None:
+            pass
+
+        def getsockname(self) -> tuple[str, int]:
+            return "127.0.0.1", self.port
+
+        def close(self) -> None:
+            _Sockets.held.remove(self.port)
+
+
+@pytest.mark.parametrize("port", [0, 8000])
+def test_gateway_replicas_and_metrics_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatch, port: int):
+    made: list[tuple[Sequence[Place], Gateway]] = []
+
+    class NoFleet:
+        def __init__(self, places: Sequence[Place], job: object, gateway: Gateway, *rest: object):
+            made.append((places, gateway))
+
+        async def run(self, on_ready: object) -> int:
+            return 7
+
+    monkeypatch.setattr("stretto.replicas.placement.socket", _Sockets)
+    monkeypatch.setattr("stretto.replicas.gateway.find_python", lambda *names: "python")
+    monkeypatch.setattr("stretto.cli.replicas.bind", lambda host, port: io.BytesIO())
+    monkeypatch.setattr("stretto.cli.replicas.Fleet", NoFleet)
+    asked = config(2, device="cpu")
+    assert serve_replicas(replace(asked, serve=replace(asked.serve, port=port))) == 7
+    ((places, gateway),) = made
+    ports = [gateway.port, *(one.port for one in places), gateway.metrics_port]
+    assert ports == ([8000, 8001, 8002, 8003] if port else [50_000, 50_001, 50_002, 50_003])
+
+
 @pytest.mark.parametrize("serve, names", [
     (ServeSection(replicas=2, uds=Path("/x")), "--uds /x does not work with --replicas 2"),
     (ServeSection(replicas=2, root_path="/llm"), "--root-path /llm does not work with --replicas 2"),
     (ServeSection(replicas=2, gateway="vllm-router", host="0.0.0.0"), "--host 0.0.0.0 does not work with --gateway"),
     (ServeSection(replicas=2, gateway="vllm-router", ssl_certfile=Path("c"), ssl_keyfile=Path("k")),
      "--ssl-certfile does not work with --gateway vllm-router"),
+    (ServeSection(gateway="smg"), "--gateway smg does not work with --replicas 1"),
     (ServeSection(replicas=0), "--replicas 0")])
 def test_what_has_no_meaning_behind_the_gateway_is_refused(serve: ServeSection, names: str):
     with pytest.raises(ConfigError, match=names):
@@ -93,12 +168,13 @@ def test_a_missing_gateway_is_named_with_its_installation(monkeypatch: pytest.Mo
 
 
 def test_a_replica_has_the_settings_of_all_at_its_own_address():
-    asked = Config(serve=ServeSection(replicas=2, port=0, host="0.0.0.0", api_key=("k",), ssl_certfile=Path("c"),
-                                      ssl_keyfile=Path("k")))
-    first, second = place(asked, (), ())
+    asked = Config(serve=ServeSection(replicas=2, gateway="smg", port=0, host="0.0.0.0", api_key=("k",),
+                                      ssl_certfile=Path("c"), ssl_keyfile=Path("k")))
+    first, second = place(asked, (), (), PORTS)
     own = replica_config(asked, second)
     assert (own.serve.host, own.serve.port, own.serve.replicas) == ("127.0.0.1", second.port, 1)
     assert own.serve.api_key == ("k",) and own.serve.ssl_certfile is None
+    check_values(own)
     assert first.port != second.port
 
 
@@ -108,7 +184,7 @@ def test_the_gateway_gets_every_key_and_the_report_none():
     argv = " ".join(made.argv)
     assert "--api-key one" in argv and "key1:two" in argv and "key2:three" in argv and "--max-payload-size 7" in argv
     assert made.key in argv and made.key not in repr(made)
-    places = place(config(2), (), ())
+    places = place(config(2), (), (), PORTS)
     report = json.dumps(fleet_report(places, made))
     assert "one" not in json.loads(report)["gateway"].values() and made.key not in report and places[1].url in report
     open_to_all = Smg("python", 8000, 8003, ServeSection(admin_api_key=("three",)))
