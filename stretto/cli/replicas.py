@@ -70,7 +70,7 @@ def replica_config(config: Config, one: Place) -> Config:
 def fleet_report(places: Sequence[Place], gateway: Gateway) -> dict[str, Any]:
     """What runs where. JSON-ready; holds no keys."""
     in_front = {"program": gateway.program, "url": gateway.url, "probes": ["/liveness", "/readiness"],
-                "own_metrics": f"http://{LOOPBACK}:{gateway.metrics_port}/metrics"}
+                "own_metrics": gateway.metrics_url}
     return {"event": "replicas", "gateway": in_front, "replicas": [
         {"replica": one.index, "runs_on": one.hardware, "url": one.url, "metrics": f"{one.url}/metrics"}
         for one in places]}

@@ -37,6 +37,11 @@ POLL_SECONDS = 0.05
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}  # addresses to listen on -> one to call
 
 
+def _bracketed(host: str) -> str:
+    """As it stands in a URL."""
+    return f"[{host}]" if ":" in host else host
+
+
 def find_python(program: str, module: str, replicas: int) -> str:
     """The interpreter of the environment that has the gateway: this one, or that of the program on the PATH. Raises
     ConfigError."""
@@ -89,14 +94,20 @@ class Gateway(ABC):
     def control_headers(self) -> dict[str, str]:
         return {}
 
+    @property
+    def metrics_url(self) -> str:
+        """Its own metrics, from this machine: without TLS and keys, so on no other address than `url`."""
+        host = ANYWHERE.get(self.serve.host, self.serve.host)
+        return f"http://{_bracketed(host)}:{self.metrics_port}/metrics"
+
     def _at(self, host: str) -> str:
-        scheme = "https" if self.serve.ssl_certfile else "http"
-        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
+        return f"{'https' if self.serve.ssl_certfile else 'http'}://{_bracketed(host)}:{self.port}"
 
     @property
     def _usual(self) -> list[str]:
         serve = self.serve
-        argv = ["--host", serve.host, "--port", str(self.port), "--prometheus-port", str(self.metrics_port),
+        argv = ["--host", serve.host, "--port", str(self.port),
+                "--prometheus-host", serve.host, "--prometheus-port", str(self.metrics_port),
                 "--health-check-interval-secs", "2", "--health-failure-threshold", "2",
                 "--worker-startup-check-interval", "1", "--request-timeout-secs", str(LONG),
                 "--max-payload-size", str(serve.max_body_bytes)]

@@ -192,6 +192,16 @@ def test_the_gateway_gets_every_key_and_the_report_none():
     assert "one" not in VllmRouter("python", 8000, 8003, serve).argv, "it passes keys on, and checks none"
 
 
+@pytest.mark.parametrize("kind", [Smg, VllmRouter])
+@pytest.mark.parametrize("host, shown", [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"),
+                                         ("10.0.0.5", "10.0.0.5")])
+def test_the_gateways_own_metrics_are_where_it_is(kind: type[Gateway], host: str, shown: str):
+    """By themselves smg's are on every address, whatever --host says."""
+    made = kind("python", 8000, 8003, ServeSection(host=host, replicas=2))
+    assert made.argv[made.argv.index("--prometheus-host") + 1] == host
+    assert fleet_report((), made)["gateway"]["own_metrics"] == f"http://{shown}:8003/metrics"
+
+
 CHILD = "import time; time.sleep(60)"
 PARENT = """
 import subprocess, sys, os, json
