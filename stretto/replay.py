@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
 from stretto.engine.core import EngineCore
 from stretto.host.turn import POOL_FULL
@@ -33,7 +34,9 @@ from stretto.protocol import (
     RewindSession,
     SessionTurn,
 )
+from stretto.sample.noise import gumbel, noise_keys
 
+WIDEST = 20  # alternatives of a token that are looked through when an answer differs
 BURSTS = 8  # different beginnings of a burst
 
 Answer = Callable[[list[int], SamplingParams], list[int]]
@@ -80,6 +83,32 @@ class Ask:
     expected: list[int] = field(default_factory=list)
     got: list[int] = field(default_factory=list)
     excused: bool = False  # it differs where rounding decides
+
+
+def as_good(once: OneShot, tolerance: float, ask: Ask) -> bool:
+    """Whether the first id that differs is as good as the expected one, up to `tolerance` in log-probability. Drawn ids
+    are compared with the noise of their seed: the larger sum of log-probability / temperature and noise wins."""
+    at = next((i for i, (a, b) in enumerate(zip(ask.got, ask.expected)) if a != b), None)
+    if at is None:
+        return False
+    outputs = once.outputs(ask.prompt + ask.got[:at], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True,
+                                                                     logprobs=WIDEST))
+    score = next(output.logprobs for output in outputs if output.logprobs)[0]
+    known = dict(zip(score.top_ids, score.top_logprobs, strict=True))
+    got, expected = ask.got[at], ask.expected[at]
+    if got not in known or expected not in known:
+        return False
+    lead = known[expected] - known[got]
+    if (temperature := ask.sampling.temperature) > 0:
+        lead += temperature * _lead_of_noise(ask.sampling.seed or 0, len(ask.prompt) + at, expected, got)
+    return lead <= tolerance
+
+
+def _lead_of_noise(seed: int, position: int, first: int, second: int) -> float:
+    """How much more noise a draw adds to one id than to another."""
+    low, high, choice, at = (torch.tensor([value]) for value in (seed & 0xFFFFFFFF, seed >> 32, 0, position))
+    one, other = gumbel(noise_keys(low, high, choice, at), torch.tensor([first, second]))[0].tolist()
+    return one - other
 
 
 class Kept(NamedTuple):

@@ -20,14 +20,12 @@ from stretto.bench.rounding import TOLERANCE
 from stretto.host.faults import HostFault
 from stretto.host.limits import CAP_POLICIES
 from stretto.model.api import CausalModel
-from stretto.params import SamplingParams
-from stretto.replay import Ask, Crowd, OneShot, World, Wrong
+from stretto.replay import Crowd, OneShot, World, Wrong, as_good
 from stretto.spec.context import Target
 from stretto.testing import Setup, make_engine
 
 ACTIONS = 150  # of a round
 POOLS = (3, 5, 5, 5, 6, 6, 8, 32)  # eighths of the context that a pool holds; at 5 and 6 most turns are retracted
-WIDEST = 20  # alternatives of a token that are looked through when an answer differs
 
 
 @dataclass
@@ -68,7 +66,7 @@ class Soak:
         drafter, once = rng.choice(subject.drafters), self._once[subject.name]
         self.result.setting = f"model {subject.name}, drafter {drafter}, {setup}"
         core = make_engine(subject.model, None if drafter == "off" else drafter, subject.target, setup)
-        world = World(core, once, same=partial(self._rounding, once))
+        world = World(core, once, same=partial(as_good, once, TOLERANCE[self.dtype]))
         crowd = Crowd(world, seed, subject.target.vocab_size, sampled=self.dtype == "float32")
         try:
             for _ in range(actions):
@@ -93,16 +91,3 @@ class Soak:
                      mixed=rng.random() < 0.8, overlap=rng.random() < 0.7, prefix_cache=rng.random() < 0.8,
                      slots=rng.choice([3, 5, 9, 9]), context=self._context,
                      host_tokens=self._context * rng.choice([0, 0, 1, 8]))
-
-    def _rounding(self, once: OneShot, ask: Ask) -> bool:
-        """Whether the first id that differs was as good as the expected one, up to rounding."""
-        if ask.sampling.temperature > 0:
-            return False
-        at = next((i for i, (a, b) in enumerate(zip(ask.got, ask.expected)) if a != b), None)
-        if at is None:
-            return False
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=WIDEST)
-        outputs = once.outputs(ask.prompt + ask.got[:at], sampling)
-        score = next(output.logprobs for output in outputs if output.logprobs)[0]
-        known = dict(zip(score.top_ids, score.top_logprobs, strict=True))
-        return ask.got[at] in known and score.top_logprobs[0] - known[ask.got[at]] <= TOLERANCE[self.dtype]

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -20,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from stretto.bench.soak import Soak, Subject
 from stretto.params import SamplingParams
 from stretto.protocol import SessionTurn
-from stretto.replay import Crowd, OneShot, Talk, World
+from stretto.replay import Ask, Crowd, OneShot, Talk, World, as_good
 from stretto.spec.ngram import NgramDrafter
 from stretto.spec.scripted import ScriptedDrafter
 from stretto.testing import Setup, make_engine
@@ -30,6 +32,7 @@ from tests.spec.checkpoints import make_target
 from tests.spec.suffix_trees import install
 
 POOL, TTL, ROWS = 144, 100.0, 64
+ROUNDING = 1e-4  # of logits up to 40 in float32, summed in another order
 QUICK = settings(max_examples=2, stateful_step_count=25, deadline=None, derandomize=True, database=None,
                  phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=60, stateful_step_count=60)
@@ -81,7 +84,8 @@ class Setting:
         core = make_core(self.oracle.model, page_size=self.page, pool_tokens=POOL, drafter=made, slots=5, poison=True,
                          host_tokens=self.host,
                          chunk=16, budget=40, session_ttl=TTL, session_queue=2, clock=clock, **self.limits, **more)
-        return World(core, self.answer, getattr(made, "learn", None))
+        return World(core, self.answer, getattr(made, "learn", None),
+                     partial(as_good, self.answer, ROUNDING))
 
 
 @dataclass
@@ -232,6 +236,22 @@ def oracles(tmp_path_factory) -> dict[str, tuple[Oracle, OneShot]]:
         oracle = Oracle.make(tmp_path_factory.mktemp(name), name, width)
         made[window] = oracle, OneShot(make_core(oracle.model, prefix_cache=False, chunk=256, overlap=False))
     return made
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rounding_excuses_no_other_ids(oracles, temperature: float):
+    """Where ids differ, the one that an engine by itself chooses is the better one, noise included; noise chooses other
+    ids than the likeliest."""
+    answer, prompt = oracles["off"][1], list(range(40, 90))
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=4_179_217_202)
+    right = answer(prompt, sampling)
+    outputs = answer.outputs(prompt, msgspec.structs.replace(sampling, logprobs=4))
+    tops = [score.top_ids for output in outputs for score in output.logprobs or ()]
+    assert len(tops) == len(right) and (all(best[0] == i for best, i in zip(tops, right)) == (temperature == 0))
+    for at, best in enumerate(tops):
+        wrong = [*right[:at], next(i for i in best if i != right[at])]
+        assert not as_good(answer, ROUNDING, Ask("", [], sampling, None, prompt, right, wrong))
+        assert as_good(answer, ROUNDING, Ask("", [], sampling, None, prompt, wrong, right))
 
 
 @pytest.fixture(scope="module")
