@@ -107,7 +107,8 @@ def inference(service: Service) -> APIRouter:
 
 
 def _check_completion(service: Service, body: CompletionRequest) -> None:
-    n, best_of = body.n or 1, body.best_of or body.n or 1
+    n = body.n or 1
+    best_of = n if body.best_of is None else body.best_of
     if best_of < n:
         raise bad_request(f"best_of is {best_of}, fewer than the {n} choices of n", "best_of")
     if best_of > n and body.stream:

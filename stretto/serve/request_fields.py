@@ -67,7 +67,12 @@ ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+ASKS_EMPTY = frozenset({"web_search_options"})  # an empty object asks for the defaults of something
+
+
 def _asks_nothing(name: str, value: Any) -> bool:
+    if name in ASKS_EMPTY:
+        return value is None
     return any(type(value) is type(empty) and value == empty for empty in (*_NOTHING, *ASKS_NOTHING.get(name, ())))
 
 
