@@ -40,7 +40,20 @@ def check_generation(service: Service, body: Body) -> list[str]:
         service.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options is only allowed when stream is true", "stream_options")
+        ignored = ignored + _beyond_drafts(service, body)
     return ignored
+
+
+def _beyond_drafts(service: Service, body: GenerationBody) -> list[str]:
+    """A bound on drafts that bounds nothing here: it is kept, but whoever set it may have wanted so many. Raises
+    ApiError if strict."""
+    most = service.info.speculation_tokens
+    if body.speculation is None or body.speculation.tokens <= most:
+        return []
+    if service.settings.strict_requests:
+        raise bad_request(f"speculation.tokens is {body.speculation.tokens}; this server drafts at most {most} tokens a"
+                          " step (--speculation, --speculation-tokens)", "speculation.tokens")
+    return ["speculation.tokens"]
 
 
 async def make_generation(service: Service, request: Request, body: GenerationBody, prompts: list[list[int]],

@@ -131,7 +131,8 @@ class StreamOptions(BaseModel):
 
 class Speculation(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
-    tokens: Annotated[Integer, Field(ge=0, description="most drafts per step for this request; 0: none")]
+    tokens: Annotated[Integer, Field(ge=0, description="most drafts per step for this request; 0: none; more than the"
+                                                    " server makes: named in X-Stretto-Ignored")]
 
 
 class LogitProcessorUse(BaseModel):

@@ -99,7 +99,8 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": [VOCAB]}, "prompt"), (TEXT, {"prompt": [-1]}, "prompt"), (TEXT, {"prompt": [2**70]}, "prompt"),
     (TEXT, {"prompt": "", "add_special_tokens": False}, "prompt"), (TEXT, {"prompt": ["x"] * 1025}, "prompt"),
     (TEXT, {"prompt": "x", "best_of": 3, "stream": True}, "best_of"),
-    (TEXT, {"prompt": "x", "best_of": 2, "n": 3}, "best_of"), (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
+    (TEXT, {"prompt": "x", "best_of": 2, "n": 3}, "best_of"), (TEXT, {"prompt": "x", "best_of": 0}, "best_of"),
+    (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
     (TEXT, {"prompt": ["x"] * 1000, "n": 2}, "n"), (TEXT, {"prompt": "x", "logprobs": True}, "logprobs"),
     (TEXT, {"prompt": "x", "logprobs": 21}, "logprobs"), (TEXT, {"prompt": "x", "logprobs": -1}, "logprobs"),
 ]
@@ -143,7 +144,7 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"audio": {"voice": "x"}}, {"modalities": ["text", "audio"]},
     {"store": True}, {"prediction": {"type": "content"}}, {"chat_template": "{{ 1 }}"},
     {"logits_processors": ["x"]}, {"service_tier": "priority"}, {"length_penalty": 2.0},
-    {"web_search_options": {"a": 1}},
+    {"web_search_options": {"a": 1}}, {"web_search_options": {}},
     {"input_embeds": [[0.1]]}, {"return_hidden_states": True}, {"verbosity": "low"},
 ]
 
@@ -314,6 +315,20 @@ async def test_unknown_url_and_wrong_method(api: Api):
     answer = await api.http.get(CHAT)
     check_shape(answer, 405, code="method_not_allowed")
     assert answer.headers["allow"] == "POST"
+
+
+async def test_more_drafts_than_the_server_makes_are_named_or_refused():
+    """Such a bound is kept, but not reached: whoever set it is told."""
+    named, few, many = "x-stretto-ignored", {"tokens": 3}, {"tokens": 4}
+    async with make_api(CoreOptions(block=4)) as api:
+        assert named not in (await api.chat(speculation=few)).headers
+        for answer in (await api.chat(speculation=many), await api.complete("x", speculation=many),
+                       await api.chat(speculation=many, stream=True)):
+            assert answer.status_code == 200 and answer.headers[named] == "speculation.tokens"
+    async with make_api(CoreOptions(block=4), strict_requests=True) as strict:
+        message = check_shape(await strict.chat(speculation=many), 400, "speculation.tokens")
+        assert "is 4" in message and "at most 3" in message
+        assert (await strict.chat(speculation=few)).status_code == 200
 
 
 async def test_unknown_fields_are_named_or_refused(api: Api):
