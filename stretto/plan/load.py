@@ -123,6 +123,15 @@ class Load:
         rng = random.Random(seed)
         return self._of_users(rng) if self.rate is None else self._of_rate(rng, self.rate)
 
+    def incessant(self, people: int, turns: int, seed: int = 0) -> list[Talk]:
+        """So many who all begin at once and never pause, until there have been `turns` turns or more: a server that is
+        always full."""
+        rng = random.Random(seed)
+        hasty = replace(self, think=0.0)
+        conversations = math.ceil(turns / people / self.turns)
+        return [Talk(0.0, tuple(turn for _ in range(conversations) for turn in hasty._turns(rng, again=True)))
+                for _ in range(people)]
+
     def _of_rate(self, rng: random.Random, rate: float) -> Drawn:
         seconds = max(LEAST_TURNS / rate, min(USUAL_SECONDS, MOST_TURNS / rate))
         starts, at, talks = rate / self.turns, 0.0, list[Talk]()

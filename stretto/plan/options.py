@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from stretto.plan.hardware import Engine, Hardware
-from stretto.plan.load import Load, Talk, thinned
+from stretto.plan.load import LEAST_TURNS, Load, Talk, thinned
 from stretto.plan.shapes import Shape
 from stretto.plan.simulate import Outcome, Replica, simulate, simulate_long
 from stretto.plan.steps import Steps
@@ -17,7 +17,8 @@ UTILIZATION = 0.9  # of a device's memory, as the engine takes it by default
 BUFFERS = 3e9  # bytes of a step's buffers and CUDA graphs
 MOST_SEATS = 256
 GROUPS = (1, 2, 4, 8)
-START, FACTOR, MOST = 16.0, 4.0, 1e7  # of the search for what a replica bears, in requests a second or users
+START, FACTOR = 16.0, 4.0  # of the search for what a replica bears, in requests a second or users
+CROWD, TURNS_EACH = 1.25, 8  # people for a place of a replica that is always full, turns of each
 BISECTIONS, CLOSE = 7, 1.03
 GROWING = 2.0  # how much longer the last third of requests may wait than the third before
 
@@ -155,22 +156,38 @@ class _Capacity:
         alone = run(least)
         if broken := self._broken(alone):
             return self._none(f"{broken} with hardly any load")
-        most, too_much = self._most(run, least, START)
+        most, limit = self._most(run, least, max(least, self._bound(load)))
         replicas = max(1, math.ceil(load.amount / (most * self._question.headroom) - 1e-9))
         share = load.amount / replicas
-        return Option(self._ranks, self._schedule, self._kv, most, replicas, self._broken(too_much),
+        return Option(self._ranks, self._schedule, self._kv, most, replicas, limit,
                       run(share if load.users is None else max(1.0, share)))
 
-    def _most(self, run: Callable[[float], Outcome], least: float, start: float) -> tuple[float, Outcome]:
-        """The largest amount that is borne, and what happens just above it. `least` is borne."""
-        low = high = start
-        outcome = run(start)
+    def _bound(self, load: Load) -> float:
+        """The amount of `load` beyond which more comes than a replica does when it is always full. What is drawn of a
+        high rate is too short to show that: all of it may come and go within the goals. By Little's law so many users
+        are those of that rate who think, or wait for what the goals allow."""
+        cells = load.shared + load.turns * (load.prompt.mean + load.output.mean)
+        fitting = 2 * self._kv / cells  # conversations that run are half over
+        people = max(1, math.ceil(min(CROWD * self._question.seats, fitting)))
+        talks = load.incessant(people, max(TURNS_EACH * people, LEAST_TURNS))
+        outputs = [turn.output for talk in talks for turn in talk.turns]
+        rate = simulate(self._replica, talks).steady_rate * len(outputs) / sum(outputs)
+        goals = self._question.goals
+        return rate if load.users is None else rate * (
+            load.think + goals.first + load.output.mean * goals.between)
+
+    def _most(self, run: Callable[[float], Outcome], least: float, bound: float) -> tuple[float, str]:
+        """The largest amount up to `bound` that is borne, and what happens above it. `least` is borne."""
+        low = high = min(max(START, least), bound)
+        outcome = run(low)
         if self._broken(outcome):
             while low > least and self._broken(tried := run(low := max(low / FACTOR, least))):
                 high, outcome = low, tried
         else:
-            while high < MOST and not self._broken(outcome := run(high := high * FACTOR)):
+            while high < bound and not self._broken(outcome := run(high := min(high * FACTOR, bound))):
                 low = high
+        if not self._broken(outcome):
+            return bound, "throughput: more comes than is done"
         for _ in range(BISECTIONS):
             middle = (low * high) ** 0.5
             if high / low < CLOSE:
@@ -180,7 +197,7 @@ class _Capacity:
                 high, outcome = middle, tried
             else:
                 low = middle
-        return low, outcome
+        return low, self._broken(outcome)
 
     def _broken(self, outcome: Outcome) -> str:
         """Which goal is missed, and why; "": none."""

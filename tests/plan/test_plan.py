@@ -150,6 +150,34 @@ def test_more_load_never_needs_fewer_devices():
     assert counts == sorted(counts) and counts[0] == 1 and counts[-1] > 10_000
 
 
+SHORT = Load(Lengths(100, 100), Lengths(10, 10), rate=1e5)
+
+
+@pytest.mark.parametrize("asked, limit", [
+    (SHORT, "throughput"), (replace(SHORT, rate=None, users=10**5, think=1.0), ""),
+    (replace(SHORT, turns=3, think=5.0), "throughput")])
+def test_a_replica_bears_no_more_than_it_does_when_it_is_always_full(asked: Load, limit: str):
+    """However short the drawn load is beside the goals, and however much is asked."""
+    best = plan(question(asked))[0]
+    done = simulate(Replica(Steps(SMALL, ONE, engine()).cost(8500), best.kv_tokens, 256, 8192, 2048),
+                    asked.incessant(300, 3000)).steady_rate / asked.output.mean
+    turns_a_second = best.per_replica if asked.users is None else best.per_replica / (asked.think + 2.0)
+    assert turns_a_second < 1.1 * done and best.limit.startswith(limit) and best.limit
+    assert best.outcome is not None
+    if asked.users is None:
+        assert best.outcome.steady_rate == pytest.approx(asked.amount / best.replicas * asked.output.mean, rel=0.15)
+
+
+def test_a_long_load_queues_just_above_what_is_always_done(monkeypatch: pytest.MonkeyPatch):
+    """The bound that the search keeps to, beside loads that are drawn long enough to show it."""
+    monkeypatch.setattr(drawing, "MOST_TURNS", 12_000)
+    best = plan(question(SHORT))[0]
+    replica = Replica(Steps(SMALL, ONE, engine()).cost(8500), best.kv_tokens, 256, best.schedule.budget,
+                      best.schedule.chunk)
+    below, above = (simulate_long(replica, SHORT.with_amount(share * best.per_replica).draw()) for share in (0.9, 1.15))
+    assert below.first_token(0.99) < 1.0 < above.first_token(0.99)
+
+
 def test_a_better_device_is_never_needed_more_often():
     better = replace(ONE, read=2 * ONE.read, multiply=2 * ONE.multiply, memory=2 * ONE.memory)
     assert devices(plan(question(load(200), better))) <= devices(plan(question(load(200))))
