@@ -264,8 +264,8 @@ class _Resolution:
         if self.model.packed_bytes:
             packed, numbers = self._packed_bytes(dtype), self.model.parameters * ITEM_BYTES[dtype]
             self._note("quantised weights", "", gib(numbers if packed is None else packed),
-                       f"dequantised to {dtype}: products by packed weights take 16-bit activations, and no"
-                       " --deterministic on a GPU" if packed is None else
+                       f"dequantised to {dtype}: they stay packed with --dtype bfloat16 (on a GPU with float16, too,"
+                       " but not with --deterministic)" if packed is None else
                        f"as {dtype} all would take {gib(numbers)}")
 
     def _kv_dtype(self, device: DeviceFacts, dtype: str) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from typing import Annotated
 
@@ -29,7 +30,10 @@ def matrix(*features: str, as_json: Annotated[bool, Parameter(name="--json", neg
     names = [feature.name for feature in found.features]
     unknown = [name for name in features if name not in names]
     if unknown or len(features) > 2:
-        raise CommandFailed(f"{', '.join(unknown) or 'more than two'}: name at most two of: {', '.join(names)}")
+        near = difflib.get_close_matches(unknown[0], names, n=1) if unknown else []
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        raise CommandFailed(f"{', '.join(unknown) or 'more than two'}{meant}: name at most two of:"
+                            f" {', '.join(names)}")
     if as_json:
         chosen = [(a, b) for a in features[:1] or names for b in features[1:] or names]
         print(json.dumps([{"features": pair, **vars(found.cell(*pair))} for pair in chosen], indent=2))

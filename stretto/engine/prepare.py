@@ -24,7 +24,7 @@ from stretto.model.registry import find_builder
 from stretto.model.shard import Shard
 from stretto.model.source import WeightError
 from stretto.resolve import resolve
-from stretto.spec.context import DrafterError, Target
+from stretto.spec.context import DrafterError, DrafterMissing, Target
 from stretto.spec.registry import drafter_sizes, make_host_drafter
 from stretto.text.gguf_file import GGUFError
 from stretto.text.tokenizer import TokenizerError
@@ -90,8 +90,8 @@ def _with_drafter(config: Config, facts: Facts, target: Target) -> Facts:
         if sizes.caps.where == "host":
             make_host_drafter(asked)  # its packages are missing now rather than after the weights are loaded
     except DrafterError as e:
-        refusal = Refusal(f"--speculation {asked}", f"model {target.name}", str(e),
-                          "correct it, or choose another drafter")
+        here = "this installation" if isinstance(e, DrafterMissing) else f"model {target.name}"
+        refusal = Refusal(f"--speculation {asked}", here, str(e), "correct it, or choose another drafter")
         raise ConfigError([refusal]) from e
     name = asked.partition(":")[0]
     groups = tuple(KVGroupFacts(*group) for group in sizes.kv_groups)

@@ -19,6 +19,10 @@ class DrafterError(ValueError):
     """A drafter that cannot be made as asked."""
 
 
+class DrafterMissing(DrafterError):
+    """Whatever the model: a package that the drafter needs is not installed."""
+
+
 @dataclass(frozen=True)
 class Target:
     """The target model as its files describe it. `tokenizer`: where its tokenizer is, if not at `path`."""

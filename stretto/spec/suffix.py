@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.spec.api import Drafter, DrafterCaps
-from stretto.spec.context import DrafterContext, DrafterError
+from stretto.spec.context import DrafterContext, DrafterError, DrafterMissing
 
+PACKAGE, INSTALL = "arctic_inference.suffix_decoding", "pip install 'stretto[suffix]'"
 WIDEST = 32
 DEPTH = 64  # ids of a suffix, at most
 REQUESTS = 1000  # whose answers are remembered
@@ -38,10 +39,9 @@ class Suffix:
         if settings and (key != "requests" or not value.isdigit()):
             raise DrafterError(f"drafter suffix: {settings!r} is no setting; it takes requests=N")
         try:
-            trees = importlib.import_module("arctic_inference.suffix_decoding")
+            trees = importlib.import_module(PACKAGE)
         except ImportError as e:
-            raise DrafterError(f"drafter suffix needs the package arctic-inference ({e}): pip install arctic-inference"
-                               ) from e
+            raise DrafterMissing(f"drafter suffix needs the package arctic-inference ({e}): {INSTALL}") from e
         return SuffixProposals(trees.SuffixDecodingCache(DEPTH, int(value) if settings else REQUESTS))
 
 

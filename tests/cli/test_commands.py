@@ -14,6 +14,7 @@ from rich.console import Console
 
 from stretto.cli.main import run_app
 from stretto.cli.report import print_report, render
+from stretto.spec.suffix import PACKAGE
 
 MODEL = Path(__file__).resolve().parents[2] / "../shared/data/models/stories260k"
 needs_model = pytest.mark.skipif(not MODEL.is_dir(), reason="stories260k is not beside the repository")
@@ -70,6 +71,14 @@ def test_what_cannot_be_understood(stretto, tokens: list[str], code: int, messag
 
 
 # -------------------------------------------------------------------------------------------------------------- explain
+@needs_model
+def test_a_drafter_whose_package_is_missing_is_not_the_models_fault(stretto, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, PACKAGE, None)
+    ran = stretto("explain", MODEL, "--speculation", "suffix")
+    said = " ".join(ran.err.split())
+    assert ran.code == 3 and "this installation" in said and "pip install 'stretto[suffix]'" in said
+
+
 @needs_model
 def test_explain_as_json(stretto):
     ran = stretto("explain", MODEL, "--max-model-len", "0.25K", "--kv-memory", "1MiB", "--json", "--api-key", "hush")

@@ -96,5 +96,6 @@ def test_matrix(capsys):
     code, out, _ = run(capsys, "matrix", "n > 1", "--json")
     cells = {cell["features"][1]: cell for cell in json.loads(out)}
     assert cells["session: tag"]["state"] == "refused" and "branch the session" in cells["session: tag"]["says"]
-    code, _, err = run(capsys, "matrix", "windows")
-    assert code == 1 and "name at most two of" in err
+    for asked, meant in (("windows", "'window'"), ("sessions", "'session: ")):
+        code, _, err = run(capsys, "matrix", asked)
+        assert code == 1 and "name at most two of" in err and f"did you mean {meant}" in err

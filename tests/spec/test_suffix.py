@@ -47,7 +47,7 @@ def test_settings_and_the_missing_package_are_named(monkeypatch) -> None:
     with pytest.raises(DrafterError, match="depth=3"):
         make_host_drafter("suffix:depth=3")
     monkeypatch.setitem(__import__("sys").modules, "arctic_inference.suffix_decoding", None)
-    with pytest.raises(DrafterError, match="pip install arctic-inference"):
+    with pytest.raises(DrafterError, match=r"pip install 'stretto\[suffix\]'"):
         make_host_drafter("suffix")
 
 
