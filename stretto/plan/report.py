@@ -13,6 +13,9 @@ from stretto.plan.hardware import engine_origin
 from stretto.plan.load import Load
 from stretto.plan.options import Option, Question
 
+KV_DTYPES = {8: "fp8_e4m3"}  # bits of a number in the KV cache -> --kv-cache-dtype, where it is not the model's own
+AUTO_DRAFTS = 4  # of `--speculation-tokens auto`, which like a plan verifies them where that pays
+
 
 def as_data(question: Question, options: Sequence[Option]) -> dict[str, Any]:
     """JSON-ready: seconds, tokens, bytes."""
@@ -24,18 +27,29 @@ def as_data(question: Question, options: Sequence[Option]) -> dict[str, Any]:
         "engine": engine_origin(), "load": describe(load),
         "goals": {"first_token_p99": question.goals.first, "between_tokens_p99": question.goals.between},
         "headroom": question.headroom,
-        "options": [_entry(option) for option in options]}
+        "options": [_entry(question, option) for option in options]}
 
 
 def describe(load: Load | Sequence[object]) -> str:
     return str(load) if isinstance(load, Load) else f"a trace of {len(load)} conversations"
 
 
-def _entry(option: Option) -> dict[str, Any]:
+def command(question: Question, option: Option) -> str:
+    """That runs one of the option's replicas as it was simulated."""
+    parallel = f" --tensor-parallel-size {option.ranks}" if option.ranks > 1 else ""
+    cells = f" --kv-cache-dtype {KV_DTYPES[question.shape.kv_bits]}" if question.shape.kv_bits in KV_DTYPES else ""
+    drafter = " --speculation DRAFTER" if question.drafts else ""
+    if question.drafts not in (0, AUTO_DRAFTS):
+        drafter += f" --speculation-tokens {question.drafts}"
+    return f"stretto serve MODEL{parallel} {option.schedule.flags} --max-num-seqs {question.seats}{cells}{drafter}"
+
+
+def _entry(question: Question, option: Option) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "fits": option.fits, "devices": option.devices, "replicas": option.replicas,
         "tensor_parallel_size": option.ranks, "chunk_size": option.schedule.chunk,
-        "max_num_batched_tokens": option.schedule.budget, "kv_tokens": option.kv_tokens,
+        "max_num_batched_tokens": option.schedule.budget, "max_num_seqs": question.seats,
+        "kv_bits": question.shape.kv_bits, "command": command(question, option), "kv_tokens": option.kv_tokens,
         "per_replica": option.per_replica, "limit": option.limit}
     if (outcome := option.outcome) is not None:
         entry |= {"first_token": {f"p{int(100 * q)}": outcome.first_token(q) for q in (0.5, 0.99)},
@@ -65,7 +79,7 @@ def render(question: Question, options: Sequence[Option]) -> RenderableType:
     table.add_column("breaks first", overflow="fold")
     for option in best_of_each(options):
         table.add_row(*_cells(option), style="" if option.fits else "dim")
-    return Group(facts, table, Text(_advice(options)))
+    return Group(facts, table, Text(_advice(question, options)))
 
 
 def best_of_each(options: Sequence[Option]) -> list[Option]:
@@ -87,9 +101,9 @@ def _cells(option: Option) -> list[str]:
             f"{outcome.steady_rate * option.replicas:,.0f}", option.limit.partition(":")[0]]
 
 
-def _advice(options: Sequence[Option]) -> str:
-    best = options[0]
+def _advice(question: Question, options: Sequence[Option]) -> str:
+    best, bits = options[0], question.shape.weight_bits
     if not best.fits:
         return "nothing fits"
-    parallel = f" --tensor-parallel-size {best.ranks}" if best.ranks > 1 else ""
-    return f"{best.replicas:,} x stretto serve MODEL{parallel} {best.schedule.flags}"
+    packed = f"\nMODEL: a checkpoint with weights of {bits} bits" if bits < 16 else ""
+    return f"{best.replicas:,} x {command(question, best)}{packed}"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.cli.main import run_app
+from stretto.cli.main import build_app, run_app
 from stretto.host.cost import CostModel, StepWork
 from stretto.plan import load as drawing
 from stretto.plan.hardware import Hardware, engine, find_hardware, known_hardware
@@ -290,6 +290,31 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str])
     told = json.loads(capsys.readouterr().out)
     assert told["options"][0]["devices"] == 1 and told["options"][0]["first_token"]["p99"] <= 2.0
     assert told == as_data(*_same())
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """The server's command that a plan ends with, in words."""
+    assert command("llama-3.1-8b", "--hw", "h200", *ASKED, *arguments, "--json")[0] == 0
+    return json.loads(capsys.readouterr().out)["options"][0]["command"].split()
+
+
+@pytest.mark.parametrize("arguments, flags", [
+    ((), "--max-num-seqs 256"), (("--max-num-seqs", "32"), "--max-num-seqs 32"),
+    (("--kv-bits", "8"), "--kv-cache-dtype fp8_e4m3"), (("--drafts", "4", "--accepted", "2"), "--speculation DRAFTER"),
+    (("--drafts", "7", "--accepted", "2"), "--speculation-tokens 7")])
+def test_the_printed_command_is_what_was_planned(arguments: tuple[str, ...], flags: str,
+                                                 capsys: pytest.CaptureFixture[str]):
+    words = printed(capsys, *arguments)
+    assert flags in " ".join(words)
+    assert ("--kv-cache-dtype" in words) == ("--kv-bits" in arguments)
+    assert ("--speculation" in words) == ("--drafts" in arguments)
+    build_app().parse_args(words[1:], exit_on_error=False, print_error=False)
+
+
+def test_weights_of_few_bits_are_said_to_be_the_checkpoints(capsys: pytest.CaptureFixture[str]):
+    assert command("llama-3.1-8b", *ASKED, "--weight-bits", "4", "--kv-bits", "8", "--max-num-seqs", "32")[0] == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--max-num-seqs 32 --kv-cache-dtype fp8_e4m3 MODEL: a checkpoint with weights of 4 bits" in shown
 
 
 def _same() -> tuple[Question, list[Option]]:
