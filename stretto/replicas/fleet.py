@@ -267,15 +267,16 @@ class Fleet:
             await relay
 
     async def _gateway_answers(self, process: Process) -> None:
+        """Or it has ended before."""
         ends = time.monotonic() + GATEWAY_SECONDS
         while process.returncode is None and time.monotonic() < ends:
             if await self._control.alive():
                 self._gateway_up.set()
                 return
             await asyncio.sleep(POLL_SECONDS)
-        log.error("the gateway does not answer%s", "" if process.returncode is None else
-                  f": it ended with exit code {process.returncode}")
-        self._fail(1)
+        if process.returncode is None:
+            log.error("the gateway does not answer after %g s", GATEWAY_SECONDS)
+            self._fail(1)
 
     async def _relay_logs(self, process: Process) -> None:
         """What the gateway logs, as JSON or text, in the form of this process's own logs. Whatever else it prints is

@@ -2,7 +2,7 @@
 `replica PORT [EXIT_CODE]`, which is ready at once, or ends at once with that code.
 
 JOURNAL: a file to which each call of the gateways of one fleet is added, "add 3" for the third time that one was told
-to take a replica. FAULTS, as JSON: what happens at some of them, {"add 3": "die"}.
+to take a replica ("remove 1", "start 1"). FAULTS, as JSON: what happens at some of them, {"add 3": "die"}.
 
     refuse    nothing is done, and the answer is 500
     die       nothing is done, and the program ends
@@ -44,7 +44,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = urlparse(self.path)
         kind, url = asked.path[1:].partition("_")[0], parse_qs(asked.query)["url"][0]
-        fault = self.faults.get(self._enter(kind), "")
+        fault = self.fault(kind)
         if fault == "die":
             os._exit(1)
         if fault == "refuse":
@@ -63,13 +63,14 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._answer({})
 
-    def _enter(self, kind: str) -> str:
-        with self.lock:
-            before = self.journal.read_text().splitlines() if self.journal.exists() else []
+    @classmethod
+    def fault(cls, kind: str) -> str | float:
+        with cls.lock:
+            before = cls.journal.read_text().splitlines() if cls.journal.exists() else []
             entry = f"{kind} {sum(line.startswith(kind) for line in before) + 1}"
-            with self.journal.open("a") as file:
+            with cls.journal.open("a") as file:
                 file.write(entry + "\n")
-        return entry
+        return cls.faults.get(entry, "")
 
     def _answer(self, body: dict, status: int = 200) -> None:
         data = json.dumps(body).encode()
@@ -82,6 +83,8 @@ class Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     if sys.argv[1] == "gateway":
         Handler.journal, Handler.faults = Path(sys.argv[3]), json.loads(sys.argv[4])
+        if Handler.fault("start") == "die":
+            sys.exit(1)
     elif len(sys.argv) > 3:
         sys.exit(int(sys.argv[3]))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -67,7 +67,7 @@ class Life:
                 await asyncio.sleep(0.05)
 
     def told(self) -> list[str]:
-        """What the gateways were asked to do: "add 1", ..."""
+        """What the gateways did and were asked to do: "start 1", "add 1", ..."""
         return self._journal.read_text().splitlines()
 
     @property
@@ -147,6 +147,12 @@ async def test_a_replica_that_cannot_start_ends_the_start_with_its_code():
         assert not made.ready.is_set()
 
 
+async def test_a_gateway_that_cannot_start_ends_the_start():
+    async with life(faults={"start 1": "die"}) as (made, running):
+        assert await asyncio.wait_for(running, 10) == 1
+        assert made.told() == ["start 1"]
+
+
 async def test_a_dead_gateway_is_started_again_and_told_who_is_there():
     async with life() as (made, _):
         await asyncio.wait_for(made.ready.wait(), 20)
@@ -172,16 +178,17 @@ async def test_a_gateway_that_dies_while_it_is_told_is_started_again_and_told_of
     async with life(faults={"add 2": "die"}) as (made, _):
         await asyncio.wait_for(made.ready.wait(), 15)
         assert await made.workers() == made.urls
-        assert made.told() == ["add 1", "add 2", "add 3", "add 4"], "a replica has two introducers"
+        assert made.told() == ["start 1", "add 1", "add 2", "start 2", "add 3", "add 4"], "each has one introducer"
 
 
-async def test_one_that_dies_while_it_is_told_again_is_started_once_more():
-    async with life(faults={"add 3": "die"}) as (made, _):
+@pytest.mark.parametrize("moment", ["add 3", "start 2"])
+async def test_one_that_dies_at_any_moment_of_its_second_start_is_started_once_more(moment: str):
+    async with life(faults={moment: "die"}) as (made, _):
         await asyncio.wait_for(made.ready.wait(), 20)
         gateway = made.child("gateway")
         assert gateway is not None
         gateway.kill()
-        await made.until(lambda known: len(made.told()) > 3 and known == made.urls, 10)
+        await made.until(lambda known: "start 3" in made.told() and known == made.urls, 10)
 
 
 async def test_one_replica_that_a_gateway_finds_unhealthy_keeps_nobody_else_out_and_comes_in_later(
