@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
@@ -29,9 +29,11 @@ from stretto.config import MIB, Config, SpeculationSection, gib
 from stretto.engine.llm import LLM
 from stretto.engine.prepare import Prepared, prepare
 from stretto.facts import device_facts, usable_cores
-from stretto.model.hub import cache_folder
+from stretto.model.hub import cache_folder, hub_trouble
 from stretto.params import SamplingParams
-from stretto.spec.registry import known_drafters
+from stretto.resolve import check_values
+from stretto.spec.context import DrafterError
+from stretto.spec.registry import find_drafter, known_drafters, make_host_drafter, missing_package
 from stretto.text.tokenizer import load_tokenizer
 
 LEAST_SHARED_MEMORY = 64 * MIB
@@ -66,8 +68,7 @@ def doctor(server: ServerOptions = SERVER, *,
     """
     config = server.config()
     findings = [*machine(), *installation(), *network(config)]
-    if config.model.model is not None:
-        findings += list(model_findings(config))
+    findings += list(model_findings(config) if config.model.model is not None else settings_findings(config))
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
@@ -159,7 +160,9 @@ def installation() -> Iterator[Finding]:
     needed = [package for package in missing if package not in OPTIONAL]
     if needed:
         yield Finding("fail", "packages", f"missing: {', '.join(needed)}", f"pip install {' '.join(needed)}")
-    yield Finding("ok", "drafters", ", ".join(known_drafters(())))
+    lacking = {name: missing_package(name) for name in known_drafters(())}
+    yield Finding("ok", "drafters", ", ".join(name for name, lacks in lacking.items() if lacks is None),
+                  "; ".join(lacks for lacks in lacking.values() if lacks is not None))
     yield _writable("own cache", cache_folder(), "STRETTO_CACHE")
     yield _writable("hub cache", Path(constants.HF_HUB_CACHE), "HF_HUB_CACHE")
 
@@ -174,8 +177,13 @@ def _writable(what: str, folder: Path, variable: str) -> Finding:
 
 def network(config: Config) -> Iterator[Finding]:
     token = "set" if os.environ.get("HF_TOKEN") or Path(constants.HF_TOKEN_PATH).exists() else "not set"
-    offline = "offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "online"
-    yield Finding("ok", "hub", f"{offline}, token {token}")
+    trouble = None if constants.HF_HUB_OFFLINE else hub_trouble()
+    if trouble is not None:
+        yield Finding("warn", "hub", f"{trouble}, token {token}",
+                      "models on this disk work; HF_ENDPOINT names a mirror, HF_HUB_OFFLINE=1 asks nobody")
+    else:
+        found = "offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} answers"
+        yield Finding("ok", "hub", f"{found}, token {token}")
     host, port = config.serve.host, config.serve.port
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -185,6 +193,43 @@ def network(config: Config) -> Iterator[Finding]:
             yield Finding("fail", "port", f"{host}:{port}: {e.strerror}", "choose another --port or --host")
         else:
             yield Finding("ok", "port", f"{host}:{port} is free")
+
+
+# ----------------------------------------------------------------------------------------------- settings by themselves
+def settings_findings(config: Config) -> Iterator[Finding]:
+    """Of settings for which no model is named: what is wrong with them whatever the model, and what was not looked
+    at."""
+    try:
+        check_values(config)
+        _check_drafter(config.speculation.speculation)
+    except ConfigError as e:
+        for refusal in e.refusals:
+            yield Finding("fail", refusal.feature, f"{refusal.component}: {refusal.why}", refusal.remedy)
+    except DrafterError as e:
+        yield Finding("fail", f"--speculation {config.speculation.speculation}", str(e), "choose another drafter")
+    if given := _given(config):
+        yield Finding("warn", "settings", f"no model is named, so {', '.join(given)} cannot be tried",
+                      "name the model: stretto doctor MODEL ...")
+
+
+def _check_drafter(asked: str) -> None:
+    """By its name and packages alone; a checkpoint is not fetched for it. Raises DrafterError."""
+    if asked == "off" or "/" in asked:
+        return
+    kind, _ = find_drafter(asked)
+    if hasattr(kind, "host"):
+        make_host_drafter(asked)
+
+
+def _given(config: Config) -> list[str]:
+    """Flags that are not at their defaults and mean something only beside a model."""
+    usual, flags = Config(), []
+    for section in fields(config):
+        if section.name != "serve":
+            now, default = getattr(config, section.name), getattr(usual, section.name)
+            flags += [f"--{'no-' if getattr(now, field.name) is False else ''}{field.name.replace('_', '-')}"
+                      for field in fields(now) if getattr(now, field.name) != getattr(default, field.name)]
+    return flags
 
 
 # --------------------------------------------------------------------------------------------------------------- model

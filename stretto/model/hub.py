@@ -153,12 +153,19 @@ def _default_from_hub(progress: bool) -> Path:
     except ModelNotFound:
         if constants.HF_HUB_OFFLINE:
             raise ModelNotFound("not in the hub's cache (HF_HUB_OFFLINE is set)") from None
+    if trouble := hub_trouble():
+        raise ModelNotFound(f"not in the hub's cache, and {trouble}")
+    return _hub_folder(DEFAULT_HUB_ID, progress)
+
+
+def hub_trouble() -> str | None:
+    """Why the hub cannot be asked now; None: it answers, whatever it says."""
     try:
         get_session().head(f"{constants.ENDPOINT}/api/models/{DEFAULT_HUB_ID}", timeout=HUB_TIMEOUT)
     except Exception as e:  # errors of the HTTP library under the hub's client
-        raise ModelNotFound(f"not in the hub's cache, and {constants.ENDPOINT} cannot be reached within {HUB_TIMEOUT:g}"
-                            f" seconds ({type(e).__name__}: {e})") from e
-    return _hub_folder(DEFAULT_HUB_ID, progress)
+        return (f"{constants.ENDPOINT} cannot be reached within {HUB_TIMEOUT:g} seconds"
+                f" ({type(e).__name__}: {e})")
+    return None
 
 
 def _weight_files(folder: Path, repo: str) -> list[str]:

@@ -22,7 +22,7 @@ from stretto.model.config import ConfigError
 from stretto.model.hub import resolve_model
 from stretto.model.source import WeightError
 from stretto.spec.api import Drafter, DrafterCaps
-from stretto.spec.context import DrafterContext, DrafterError, DrafterKind, DrafterSizes, Target
+from stretto.spec.context import DrafterContext, DrafterError, DrafterKind, DrafterMissing, DrafterSizes, Target
 from stretto.spec.dflash import DFlash
 from stretto.spec.dspark import DSpark
 from stretto.spec.eagle import Eagle
@@ -114,6 +114,17 @@ SCRIPT = "drafter scripted (for tests): {!r} must be a JSON file with \"answers\
 def known_drafters(plugins: Iterable[str]) -> list[str]:
     """Names that a user may choose."""
     return sorted({*BUILT_IN, *plugins} - FOR_TESTS)
+
+
+def missing_package(name: str) -> str | None:
+    """What a drafter says of a package that it needs and that is not installed; None where it has all."""
+    try:
+        make_host = getattr(BUILT_IN[name], "host", None)
+        if make_host is not None:
+            make_host("")
+    except DrafterMissing as e:
+        return str(e)
+    return None
 
 
 def find_drafter(asked: str) -> tuple[DrafterKind, str]:

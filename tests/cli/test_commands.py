@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from rich.console import Console
 
 from stretto.cli.main import run_app
@@ -177,6 +180,58 @@ def test_doctor_fails_for_a_model_that_is_not_there(stretto):
     ran = stretto("doctor", "./nowhere", "--port", "0", "--json")
     failed = [finding for finding in json.loads(ran.out)["findings"] if finding["state"] == "fail"]
     assert ran.code == 1 and [finding["what"] for finding in failed] == ["model"]
+
+
+def _findings(ran: Ran, state: str) -> dict[str, str]:
+    return {found["what"]: found["found"] for found in json.loads(ran.out)["findings"] if found["state"] == state}
+
+
+def test_doctor_without_a_model_says_what_it_cannot_try(stretto, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setitem(sys.modules, PACKAGE, None)
+    ran = stretto("doctor", "--port", "0", "--json", "--kv-memory", "1KB", "--max-model-len", "99999999",
+                  "--no-overlap")
+    warned = _findings(ran, "warn")
+    assert ran.code == 0 and "--max-model-len, --kv-memory, --no-overlap cannot be tried" in warned["settings"]
+    drafters = next(found for found in json.loads(ran.out)["findings"] if found["what"] == "drafters")
+    assert "ngram" in drafters["found"] and "suffix" not in drafters["found"] and "stretto[suffix]" in drafters["fix"]
+    for speculation in ("foo", "suffix"):
+        ran = stretto("doctor", "--port", "0", "--json", "--speculation", speculation)
+        assert ran.code == 1 and f"--speculation {speculation}" in _findings(ran, "fail")
+    ran = stretto("doctor", "--port", "0", "--json", "--page-size", "0")
+    assert ran.code == 1 and "--page-size 0" in _findings(ran, "fail")
+    ran = stretto("doctor", "--port", "0", "--json")
+    assert ran.code == 0 and "settings" not in _findings(ran, "warn")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch):
+    """An endpoint where nobody listens."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+
+
+@pytest.mark.usefixtures("hub")
+def test_doctor_asks_the_hub(stretto, monkeypatch: pytest.MonkeyPatch):
+    ran = stretto("doctor", "--port", "0", "--json")
+    (found,) = [finding for finding in json.loads(ran.out)["findings"] if finding["what"] == "hub"]
+    assert ran.code == 0 and found["state"] == "warn" and "http://127.0.0.1:9 cannot be reached" in found["found"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answer = threading.Thread(target=_say_nothing, args=(server,))
+        answer.start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        ran = stretto("doctor", "--port", "0", "--json")
+        answer.join()
+    (found,) = [finding for finding in json.loads(ran.out)["findings"] if finding["what"] == "hub"]
+    assert found["state"] == "ok" and "answers" in found["found"]
+
+
+def _say_nothing(server: socket.socket) -> None:
+    """One request is answered with 204."""
+    server.settimeout(30)
+    with server.accept()[0] as call:
+        call.recv(65536)
+        call.sendall(b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n")
 
 
 def test_doctor_never_shows_a_token(stretto, monkeypatch: pytest.MonkeyPatch):
