@@ -169,8 +169,8 @@ class Load:
 
     def __str__(self) -> str:
         turns = f", {self.turns} turns {self.think:g} s apart" if self.turns > 1 else ""
-        shared = f", {self.shared} of them the same in all" if self.shared else ""
-        return f"{self.amount:g} {self.unit}: prompts of {self.prompt}{shared}, answers of {self.output}{turns}"
+        shared = f"{self.shared} tokens that are the same in all, " if self.shared else ""
+        return f"{self.amount:g} {self.unit}: {shared}prompts of {self.prompt}, answers of {self.output}{turns}"
 
 
 def parse_load(text: str) -> Load:
@@ -194,8 +194,9 @@ def parse_load(text: str) -> Load:
 
 
 def read_trace(path: Path) -> list[Talk]:
-    """A trace's conversations; turns of one session follow each other as far apart as their times say, less the time
-    that answers take, which is not known: they come no sooner than in the trace. Raises ValueError with the line."""
+    """A trace's conversations, the first request at 0 seconds. Turns of one session follow each other as far apart as
+    their times say, less the time that answers take, which is not known: they come no sooner than in the trace. Raises
+    ValueError with the line."""
     sessions: dict[object, list[tuple[float, int, int]]] = defaultdict(list)
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -205,18 +206,19 @@ def read_trace(path: Path) -> list[Talk]:
             at, prompt, output = float(entry["at"]), int(entry["prompt"]), int(entry["output"])
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"{path} line {number} is not {{\"at\": s, \"prompt\": n, \"output\": n}}: {e}") from e
-        if prompt < 1 or output < 1 or not at >= 0:
+        if prompt < 1 or output < 1 or not 0 <= at < math.inf:
             raise ValueError(f"{path} line {number}: tokens are 1 or more, times 0 or more")
         sessions[entry.get("session", ("line", number))].append((at, prompt, output))
     if not sessions:
         raise ValueError(f"{path} holds no request")
-    return sorted(_talk(sorted(entries)) for entries in sessions.values())
+    start = min(at for entries in sessions.values() for at, _, _ in entries)
+    return sorted(_talk(sorted(entries), start) for entries in sessions.values())
 
 
-def _talk(entries: Sequence[tuple[float, int, int]]) -> Talk:
+def _talk(entries: Sequence[tuple[float, int, int]], start: float) -> Talk:
     before = [entries[0][0], *(at for at, _, _ in entries[:-1])]
-    return Talk(entries[0][0], tuple(Turn(prompt, output, at - last)
-                                     for (at, prompt, output), last in zip(entries, before, strict=True)))
+    turns = tuple(Turn(prompt, output, at - last) for (at, prompt, output), last in zip(entries, before, strict=True))
+    return Talk(entries[0][0] - start, turns)
 
 
 def thinned(talks: Sequence[Talk], replicas: int) -> list[Talk]:

@@ -49,7 +49,7 @@ SCHEDULES = (Schedule(2048, 8192), Schedule(512, 768))
 @dataclass(frozen=True)
 class Option:
     """One way. `per_replica`: requests a second, or users, that one replica bears; 0 where it cannot serve at all,
-    which `limit` explains. `kv_tokens`: of a replica."""
+    which `limit` explains. `kv_tokens`: of a replica. `output_rate`: generated tokens a second, of all replicas."""
 
     ranks: int
     schedule: Schedule
@@ -57,6 +57,7 @@ class Option:
     per_replica: float
     replicas: int
     limit: str
+    output_rate: float = 0.0
     outcome: Outcome | None = field(default=None, compare=False)
 
     @property
@@ -159,8 +160,9 @@ class _Capacity:
         most, limit = self._most(run, least, max(least, self._bound(load)))
         replicas = max(1, math.ceil(load.amount / (most * self._question.headroom) - 1e-9))
         share = load.amount / replicas
-        return Option(self._ranks, self._schedule, self._kv, most, replicas, limit,
-                      run(share if load.users is None else max(1.0, share)))
+        outcome = run(share if load.users is None else max(1.0, share))
+        return Option(self._ranks, self._schedule, self._kv, most, replicas, limit, outcome.steady_rate * replicas,
+                      outcome)
 
     def _bound(self, load: Load) -> float:
         """The amount of `load` beyond which more comes than a replica does when it is always full. What is drawn of a
@@ -227,7 +229,16 @@ class _Capacity:
             low, high = (middle, high) if self._broken(run(middle)) else (low, middle)
         limit = self._broken(run(low)) if low else ""
         replicas = math.ceil(high / self._question.headroom - 1e-9) if low else high
-        return Option(self._ranks, self._schedule, self._kv, len(talks) / high, replicas, limit, run(replicas))
+        outcome = run(replicas)
+        return Option(self._ranks, self._schedule, self._kv, len(talks) / high, replicas, limit,
+                      _rate_of_trace(talks, outcome.seconds), outcome)
+
+
+def _rate_of_trace(talks: Sequence[Talk], seconds: float) -> float:
+    """Generated tokens a second of the whole trace, of which a replica has done its share after so many seconds; the
+    last request may come to another one."""
+    last = max(talk.at + sum(turn.think for turn in talk.turns) for talk in talks)
+    return sum(turn.output for talk in talks for turn in talk.turns) / max(seconds, last)
 
 
 def _grows(waited: Sequence[float]) -> bool:

@@ -54,7 +54,7 @@ def _entry(question: Question, option: Option) -> dict[str, Any]:
     if (outcome := option.outcome) is not None:
         entry |= {"first_token": {f"p{int(100 * q)}": outcome.first_token(q) for q in (0.5, 0.99)},
                   "between_tokens": {f"p{int(100 * q)}": outcome.between(q) for q in (0.5, 0.99)},
-                  "output_tokens_per_second": outcome.steady_rate * option.replicas,
+                  "output_tokens_per_second": option.output_rate,
                   "cached_share": outcome.cached_tokens / max(outcome.prompt_tokens, 1), "busy": outcome.load}
     return entry
 
@@ -98,7 +98,7 @@ def _cells(option: Option) -> list[str]:
     first, between = ([1e3 * of(q) for q in (0.5, 0.99)] for of in (outcome.first_token, outcome.between))
     return [f"{option.devices:,}", f"{option.replicas:,} x {option.ranks}", str(option.schedule.chunk), kv,
             f"{option.per_replica:,.3g}", f"{first[0]:,.0f}  {first[1]:,.0f}", f"{between[0]:.1f}  {between[1]:.1f}",
-            f"{outcome.steady_rate * option.replicas:,.0f}", option.limit.partition(":")[0]]
+            f"{option.output_rate:,.0f}", option.limit.partition(":")[0]]
 
 
 def _advice(question: Question, options: Sequence[Option]) -> str:

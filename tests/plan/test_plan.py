@@ -245,6 +245,36 @@ def test_a_trace_is_planned_too(tmp_path: Path):
     assert devices(plan(Question(SMALL, ONE, engine(), twice, Goals(1.0, 0.05)))) >= devices(found)
 
 
+def test_a_short_trace_has_its_own_tokens_a_second(tmp_path: Path):
+    """185 tokens in 5 seconds, whatever a request's place in them, the replicas, and the clock that the trace has."""
+    path = tmp_path / "trace.jsonl"
+    for start in (0.0, 1.7e9):
+        entries = [{"at": start + at, "prompt": 100, "output": n} for at, n in ((0.0, 100), (0.5, 80), (5.0, 5))]
+        path.write_text("\n".join(map(json.dumps, entries)))
+        trace = read_trace(path)
+        assert trace[0].at == 0.0
+        for ranks in (1, 2):
+            for option in plan(Question(SMALL, replace(ONE, node=ranks), engine(), trace, Goals())):
+                assert option.fits and option.output_rate == pytest.approx(185 / 5, rel=0.05)
+    tight = Goals(0.4, 0.2)
+    crowd = [Talk(0.001 * n, (Turn(2000, 10),)) for n in range(40)] + [Talk(9.0, (Turn(10, 10),))]
+    several = plan(Question(SMALL, ONE, engine(), crowd, tight))
+    best = next(option for option in several if option.replicas > 1)
+    assert best.output_rate == pytest.approx(410 / 9, rel=0.05)
+
+
+def test_a_trace_without_an_end_is_refused(tmp_path: Path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"at": Infinity, "prompt": 5, "output": 5}')
+    with pytest.raises(ValueError, match="line 1"):
+        read_trace(path)
+
+
+def test_shared_tokens_come_before_prompts():
+    assert str(parse_load("rate=1,prompt=100,output=10,shared=1000")) == (
+        "1 requests/s: 1000 tokens that are the same in all, prompts of 100, answers of 10")
+
+
 def test_the_catalogue_and_the_shapes_are_whole():
     for name in known_hardware():
         hardware = find_hardware(name)
