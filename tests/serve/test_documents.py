@@ -15,8 +15,14 @@ from tests.serve.conftest import Api, make_api, make_served
 from tests.serve.fakes import CoreOptions
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+SERVER = "http://127.0.0.1:8000"  # of every example
 EXAMPLES = [(name, block) for name in ("api.md", "operations.md", "quickstart.md")
             for block in re.findall(r"```sh\n(curl .*?)```", (DOCS / name).read_text(), re.DOTALL)]
+
+
+@pytest.mark.parametrize("document", sorted(path.name for path in DOCS.glob("*.md") if "$URL" in path.read_text()))
+def test_examples_say_where_the_server_is(document: str):
+    assert f"\nURL={SERVER}\n" in (DOCS / document).read_text().partition("$URL")[0]
 
 
 @pytest.mark.parametrize("document, command", EXAMPLES, ids=lambda value: value.split("$URL")[-1][:40])
@@ -31,7 +37,6 @@ async def test_examples_work(api: Api, document: str, command: str):
         assert answer.text.rstrip().endswith("[DONE]")
 
 
-SERVER = "http://127.0.0.1:8000"  # of every example
 PROGRAMS = [(path.name, block) for path in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
             for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
             if SERVER in block and re.search(r"^from (openai|anthropic) ", block)]  # tests/clients runs the others
