@@ -8,12 +8,15 @@ its link in sums of thousands of rows).
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("hardware.json")
+FLAGS = {"memory": ("--memory", 1.0), "read": ("--read-tb-s", 1e12), "multiply": ("--tflops", 1e12),
+         "link": ("--link-gb-s", 1e9), "node": ("--gpus-per-host", 1.0)}  # of `stretto plan`, and their units
 
 
 @dataclass(frozen=True)
@@ -73,14 +76,16 @@ def find_hardware(name: str, *, memory: float | None = None, read: float | None 
     which memory and both rates are given. Raises ValueError that names what is known."""
     asked = {"memory": memory, "read": read, "multiply": multiply, "link": link, "node": node}
     given: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
-    if (wrong := [key for key, value in given.items() if not value > 0]):
-        raise ValueError(f"{wrong[0]} is {given[wrong[0]]:g}; it must be above 0")
+    for key, value in given.items():
+        flag, unit = FLAGS[key]
+        if not 0 < value < math.inf:
+            raise ValueError(f"{flag} {value / unit:g}: it must be above 0 and finite")
     entry = _file()["devices"].get(name.lower())
     if entry is not None:
         found = Hardware(**{key: value for key, value in entry.items() if key != "from"}, origin=entry["from"])
         return replace(found, **given, origin="as given") if given else found
     if lacking := [key for key in ("memory", "read", "multiply") if key not in given]:
-        raise ValueError(f"{name} is not in the catalogue ({', '.join(known_hardware())}); of another device give its"
-                         f" {', '.join(lacking)}")
+        raise ValueError(f"{name} is not in the catalogue ({', '.join(known_hardware())}); of another device give"
+                         f" {', '.join(FLAGS[key][0] for key in lacking)} too")
     return Hardware(name=name, memory=given["memory"], read=given["read"], multiply=given["multiply"],
                     link=given.get("link", 11e9), node=int(given.get("node", 1)), origin="as given")

@@ -55,10 +55,15 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        least, _, most = text.partition("..")
-        found = cls(int(least), int(most or least))
-        if not 1 <= found.least <= found.most:
-            raise ValueError(f"lengths {text}: write LEAST..MOST, from 1 up")
+        """"500" or "64..2048". Raises ValueError."""
+        least, dots, most = text.partition("..")
+        try:
+            found = cls(int(least), int(most if dots else least))
+        except ValueError:
+            found = None
+        if found is None or not 1 <= found.least <= found.most:
+            raise ValueError(f"{text!r} is no number of tokens: write 500, or LEAST..MOST such as 64..2048, in"
+                             " whole numbers from 1 up")
         return found
 
     def draw(self, rng: random.Random) -> int:
@@ -91,12 +96,12 @@ class Load:
     def __post_init__(self) -> None:
         if (self.rate is None) == (self.users is None):
             raise ValueError("a load has either a rate (requests a second) or users")
-        for name, value, least in (("rate", self.rate, 0.0), ("users", self.users, 0), ("turns", self.turns, 0)):
-            if value is not None and not (value > least and math.isfinite(value)):
-                raise ValueError(f"{name}={value:g}: it must be above {least}")
+        for name, value in (("rate", self.rate), ("users", self.users), ("turns", self.turns)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value:g}: it must be above 0 and finite")
         for name, value in (("think", self.think), ("shared", self.shared)):
-            if not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name}={value:g}: it must be 0 or more")
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value:g}: it must be 0 or more, and finite")
 
     @property
     def amount(self) -> float:
@@ -185,12 +190,23 @@ def parse_load(text: str) -> Load:
             found[name] = value
     if lacking := [name for name in ("prompt", "output") if name not in found]:
         raise ValueError(f"the load lacks {' and '.join(lacking)}, in tokens: prompt=500 or prompt=64..2048")
+    parts: dict[str, Any] = {name: _part(name, value) for name, value in found.items()}
     try:
-        numbers: dict[str, Any] = {name: (float if name in ("rate", "think") else int)(value)
-                                   for name, value in found.items() if name not in ("prompt", "output")}
-        return Load(Lengths.parse(found["prompt"]), Lengths.parse(found["output"]), **numbers)
-    except (ValueError, OverflowError) as e:
+        return Load(**parts)
+    except ValueError as e:
         raise ValueError(f"load {text!r}: {e}") from e
+
+
+def _part(name: str, text: str) -> Lengths | float:
+    """The value of one NAME=VALUE. Raises ValueError that names both."""
+    try:
+        if name in ("prompt", "output"):
+            return Lengths.parse(text)
+        return float(text) if name in ("rate", "think") else int(text)
+    except ValueError as e:
+        why = e if name in ("prompt", "output") else (
+            f"{text!r} is no {'number' if name in ('rate', 'think') else 'whole number'}")
+        raise ValueError(f"{name}={text}: {why}") from None
 
 
 def read_trace(path: Path) -> list[Talk]:
@@ -204,7 +220,7 @@ def read_trace(path: Path) -> list[Talk]:
         try:
             entry = json.loads(line)
             at, prompt, output = float(entry["at"]), int(entry["prompt"]), int(entry["output"])
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, OverflowError, KeyError, TypeError) as e:
             raise ValueError(f"{path} line {number} is not {{\"at\": s, \"prompt\": n, \"output\": n}}: {e}") from e
         if prompt < 1 or output < 1 or not 0 <= at < math.inf:
             raise ValueError(f"{path} line {number}: tokens are 1 or more, times 0 or more")

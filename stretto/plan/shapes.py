@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from stretto.model.config import ModelConfig
 from stretto.model.errors import ConfigError
@@ -135,7 +136,10 @@ def _find(model: str) -> tuple[str, dict[str, Any]]:
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return path.parent.name if path.name == "config.json" else path.stem, json.loads(path.read_text("utf-8"))
-    cached = try_to_load_from_cache(model, "config.json") if model.count("/") == 1 else None
+    try:
+        cached = try_to_load_from_cache(model, "config.json") if model.count("/") == 1 else None
+    except HFValidationError:  # a path, such as /models
+        cached = None
     if isinstance(cached, str):
         return plain, json.loads(Path(cached).read_text("utf-8"))
     raise ValueError(f"no sizes of {model!r} are at hand: name a public shape ({', '.join(known_shapes())}), a folder,"

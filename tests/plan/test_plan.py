@@ -287,12 +287,24 @@ def test_the_catalogue_and_the_shapes_are_whole():
 
 
 @pytest.mark.parametrize("text, why", [
-    ("prompt=5", "lacks output"), ("rate=1,prompt=5,output=x", "x"), ("rate=1,users=2,prompt=1,output=1", "either"),
+    ("prompt=5", "lacks output"), ("rate=1,prompt=5,output=x", "output=x: 'x' is no number of tokens"),
+    ("rate=1,users=2,prompt=1,output=1", "either"),
     ("rate=0,prompt=1,output=1", "above 0"), ("speed=1,prompt=1,output=1", "no part of a load"),
-    ("rate=1,prompt=9..3,output=1", "LEAST..MOST"), ("rate=nan,prompt=1,output=1", "above 0")])
+    ("rate=1,prompt=9..3,output=1", "LEAST..MOST"), ("rate=nan,prompt=1,output=1", "above 0"),
+    ("rate=inf,prompt=1,output=1", "rate=inf: it must be above 0 and finite"),
+    ("rate=1,prompt=1e9,output=1", "prompt=1e9: '1e9' is no number of tokens: .* whole numbers"),
+    ("rate=1,prompt=5..,output=1", "prompt=5..: .* LEAST..MOST"),
+    ("rate=x,prompt=1,output=1", "rate=x: 'x' is no number"),
+    ("rate=1,turns=1.5,prompt=1,output=1", "turns=1.5: '1.5' is no whole number"),
+    ("rate=1,think=inf,prompt=1,output=1", "think=inf: it must be 0 or more, and finite")])
 def test_bad_loads_say_why(text: str, why: str):
     with pytest.raises(ValueError, match=why):
         parse_load(text)
+
+
+def test_the_page_names_every_shape_and_device():
+    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    assert f"`{' '.join(known_shapes())}`" in page and f"`{' '.join(known_hardware())}`" in page
 
 
 # ------------------------------------------------------------------------------------------------------------- command
@@ -365,7 +377,10 @@ def test_exit_code_where_nothing_fits(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("arguments, why", [
     (("no-such-model", *ASKED), "no sizes of 'no-such-model'"), (("qwen3-0.6b", "--hw", "tpu", *ASKED), "catalogue"),
     (("qwen3-0.6b", "--load", "nothing"), "neither a file"), (("qwen3-0.6b", *ASKED, "--headroom", "2"), "headroom"),
-    (("qwen3-0.6b", *ASKED, "--weight-bits", "3"), "3 bits")])
+    (("qwen3-0.6b", *ASKED, "--weight-bits", "3"), "3 bits"), (("/nonexistent", *ASKED), "no sizes of '/nonexistent'"),
+    (("qwen3-0.6b", *ASKED[:2], "--gpus-per-host", "0"), "--gpus-per-host 0: it must be above 0"),
+    (("qwen3-0.6b", *ASKED, "--read-tb-s", "-2"), "--read-tb-s -2: it must be above 0"),
+    (("qwen3-0.6b", *ASKED, "--hw", "foo", "--read-tb-s", "2"), "give --memory, --tflops too")])
 def test_bad_arguments_are_told(arguments: tuple[str, ...], why: str):
     code, told = command(*arguments)
     assert code == 2 and why in told
