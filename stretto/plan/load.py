@@ -220,11 +220,14 @@ def read_trace(path: Path) -> list[Talk]:
         try:
             entry = json.loads(line)
             at, prompt, output = float(entry["at"]), int(entry["prompt"]), int(entry["output"])
+            session = entry.get("session")
         except (ValueError, OverflowError, KeyError, TypeError) as e:
             raise ValueError(f"{path} line {number} is not {{\"at\": s, \"prompt\": n, \"output\": n}}: {e}") from e
         if prompt < 1 or output < 1 or not 0 <= at < math.inf:
             raise ValueError(f"{path} line {number}: tokens are 1 or more, times 0 or more")
-        sessions[entry.get("session", ("line", number))].append((at, prompt, output))
+        if not (session is None or isinstance(session, str | int)):
+            raise ValueError(f"{path} line {number}: session is {json.dumps(session)}; it is a text or a whole number")
+        sessions[("line", number) if session is None else session].append((at, prompt, output))
     if not sessions:
         raise ValueError(f"{path} holds no request")
     start = min(at for entries in sessions.values() for at, _, _ in entries)

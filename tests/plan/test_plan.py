@@ -263,11 +263,21 @@ def test_a_short_trace_has_its_own_tokens_a_second(tmp_path: Path):
     assert best.output_rate == pytest.approx(410 / 9, rel=0.05)
 
 
-def test_a_trace_without_an_end_is_refused(tmp_path: Path):
+@pytest.mark.parametrize("changes, why", [
+    ({"at": float("inf")}, "times 0 or more"), ({"output": 0}, "1 or more"), ({"prompt": float("inf")}, "line 1 is not"),
+    ({"session": []}, "a text or a whole number")])
+def test_bad_lines_of_a_trace_are_named(changes: dict[str, object], why: str, tmp_path: Path):
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"at": Infinity, "prompt": 5, "output": 5}')
-    with pytest.raises(ValueError, match="line 1"):
+    path.write_text(json.dumps({"at": 0.0, "prompt": 5, "output": 5} | changes))
+    with pytest.raises(ValueError, match=f"line 1.*{why}" if "line" not in why else why):
         read_trace(path)
+
+
+def test_requests_without_a_session_are_conversations_of_their_own(tmp_path: Path):
+    path = tmp_path / "trace.jsonl"
+    lines = [{"at": 0.0, "prompt": 5, "output": 5} | more for more in ({}, {"session": None}, {"session": None})]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert len(read_trace(path)) == 3
 
 
 def test_shared_tokens_come_before_prompts():
