@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,13 +33,12 @@ from stretto.engine.client import EngineClient
 from stretto.engine.locate import Deferred, locate
 from stretto.engine.supervisor import Supervisor
 from stretto.logs import set_up_logging
-from stretto.replicas.scaling import TARGET, Load, replicas_for
+from stretto.replicas.scaling import SCALING_NAMES, TARGET, Load, Scaling, replicas_for
 from stretto.resolve import check_values
 from stretto.serve.app import build_app
 from stretto.serve.tracing import otlp_provider
 
 SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-OWN_SETTINGS = {"min_replicas": 1, "max_replicas": 1, "target_load": TARGET, "num_cpus": 1.0}
 HEALTH_SECONDS, HEALTH_TIMEOUT = 5.0, 30.0
 LAST_WORDS_SECONDS = 15.0  # of a replica beyond --drain-timeout
 
@@ -101,32 +100,12 @@ class ScaleByLoad:
         return wanted, {}
 
 
-@dataclass(frozen=True)
-class _Own:
-    """Settings of the deployment."""
-
-    min_replicas: int
-    max_replicas: int
-    target_load: float
-    num_cpus: float
-
-    def check(self) -> None:
-        if not 1 <= self.min_replicas <= self.max_replicas:
-            raise ConfigError([Refusal(f"min_replicas {self.min_replicas}", f"max_replicas {self.max_replicas}",
-                                       "at least one replica runs, and no more than the most", "set 1 <= min <= max")])
-        if not 0 < self.target_load <= 1:
-            raise ConfigError([Refusal(f"target_load {self.target_load:g}", "any replica",
-                                       "it is a share of its capacity", "set a number above 0 and up to 1")])
-
-
 def app(args: Mapping[str, Any]) -> serve.Application:
     """The application. `args`: settings of `stretto serve` (docs/configuration.md) without their dashes, and
     `min_replicas`, `max_replicas`, `target_load` (share of a replica that the load may take) and `num_cpus` (of a
     replica; without GPUs the ranks of a model share them). Raises ConfigError and UsageError."""
-    numbers: dict[str, Any] = {name: type(default)(args.get(name, default)) for name, default in OWN_SETTINGS.items()}
-    own = _Own(**numbers)
-    own.check()
-    config = read_settings({name: value for name, value in args.items() if name not in OWN_SETTINGS},
+    own = Scaling.read(args)
+    config = read_settings({name: value for name, value in args.items() if name not in SCALING_NAMES},
                            "the application's args")
     check_values(config)
     _refuse_what_ray_does(config)
@@ -148,7 +127,7 @@ def _refuse_what_ray_does(config: Config) -> None:
         raise ConfigError(lacks)
 
 
-def _options(config: Config, own: _Own) -> dict[str, Any]:
+def _options(config: Config, own: Scaling) -> dict[str, Any]:
     ranks = config.parallel.tensor_parallel_size
     bundle = {"CPU": own.num_cpus} | ({"GPU": float(ranks)} if _on_gpus(config) else {})
     autoscaling = AutoscalingConfig(

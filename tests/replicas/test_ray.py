@@ -21,7 +21,8 @@ import pytest
 import yaml
 
 from stretto.cli.mapped import read_settings
-from stretto.replicas.scaling import Load, replicas_for
+from stretto.compat import ConfigError
+from stretto.replicas.scaling import SCALING_NAMES, Load, Scaling, replicas_for
 from tests.clients.environments import python_environment
 from tests.clients.test_gateways import free_port
 from tests.serve.conftest import events
@@ -51,10 +52,27 @@ def test_more_load_never_needs_fewer_replicas():
 
 def test_the_examples_are_what_the_application_takes():
     """serve.yaml and rayservice.yaml name settings that exist; the rest of them Ray itself reads, below."""
-    own = {"min_replicas", "max_replicas", "target_load", "num_cpus"}
     for args in map(args_of, (serve_file(), kuberay_file())):
-        config = read_settings({name: value for name, value in args.items() if name not in own}, "args")
-        assert config.model.model == "Qwen/Qwen3-8B" and args["max_replicas"] == 8
+        config = read_settings({name: value for name, value in args.items() if name not in SCALING_NAMES}, "args")
+        assert config.model.model == "Qwen/Qwen3-8B" and Scaling.read(args).max_replicas == 8
+
+
+def test_numbers_may_come_as_text():
+    assert Scaling.read({"min_replicas": "2", "max_replicas": 3, "target_load": "0.5", "model": "m"}) \
+        == Scaling(2, 3, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("values, told", [
+    ({"min_replicas": "two"}, "min_replicas two does not work with any cluster: it must be a whole number"),
+    ({"max_replicas": 1.9}, "max_replicas 1.9 does not work with any cluster: it must be a whole number"),
+    ({"min_replicas": True}, "min_replicas True does not work"), ({"num_cpus": None}, "num_cpus None does not work"),
+    ({"target_load": "much"}, "target_load much does not work with any cluster: it must be a number"),
+    ({"num_cpus": -1}, "num_cpus -1 does not work with any replica"), ({"num_cpus": 0}, "num_cpus 0 does not work"),
+    ({"num_cpus": "nan"}, "num_cpus nan does not work"), ({"target_load": 1.5}, "target_load 1.5 does not work"),
+    ({"min_replicas": 2}, "min_replicas 2 does not work with max_replicas 1")])
+def test_what_is_no_number_of_theirs_is_refused_by_name(values: dict[str, Any], told: str):
+    with pytest.raises(ConfigError, match=told):
+        Scaling.read(values)
 
 
 def serve_file() -> dict[str, Any]:
@@ -227,7 +245,8 @@ for text in map(json.loads, sys.argv[1:]):
     file = ServeDeploySchema.model_validate(text)
     built = app(file.applications[0].args)
     print(built._bound_deployment.ray_actor_options["num_gpus"])
-for bad in ({"port": 9}, {"replicas": 2}, {"modle": 1}, {"min_replicas": 2, "max_replicas": 1}):
+for bad in ({"port": 9}, {"replicas": 2}, {"modle": 1}, {"min_replicas": 2, "max_replicas": 1},
+            {"max_replicas": 1.9}):
     try:
         app({"model": "x", "device": "cpu", **bad})
     except ValueError as e:
@@ -241,7 +260,8 @@ def test_ray_reads_the_examples_and_bad_settings_are_refused():
     files = [json.dumps(file) for file in (serve_file(), kuberay_file())]
     made = subprocess.run([str(ray_python()), "-c", CHECK_FILES, *files], capture_output=True, text=True, timeout=120)
     assert made.returncode == 0, made.stderr
-    first, second, port, replicas, unknown, bounds = made.stdout.splitlines()
+    first, second, port, replicas, unknown, bounds, broken = made.stdout.splitlines()
     assert float(first) == float(second) == 1.0
     assert "port 9 does not work with Ray Serve" in port and "min_replicas and max_replicas" in replicas
     assert "did you mean model?" in unknown and "min_replicas 2 does not work with max_replicas 1" in bounds
+    assert "max_replicas 1.9 does not work with any cluster" in broken
