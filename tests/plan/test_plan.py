@@ -264,8 +264,8 @@ def test_a_short_trace_has_its_own_tokens_a_second(tmp_path: Path):
 
 
 @pytest.mark.parametrize("changes, why", [
-    ({"at": float("inf")}, "times 0 or more"), ({"output": 0}, "1 or more"), ({"session": []}, "a text or a whole number"),
-    ({"prompt": float("inf")}, "infinity to integer")])
+    ({"at": float("inf")}, "times 0 or more"), ({"output": 0}, "1 or more"),
+    ({"session": []}, "a text or a whole number"), ({"prompt": float("inf")}, "infinity to integer")])
 def test_bad_lines_of_a_trace_are_named(changes: dict[str, object], why: str, tmp_path: Path):
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps({"at": 0.0, "prompt": 5, "output": 5} | changes))
