@@ -32,7 +32,7 @@ from stretto.engine.core import EngineCore
 from stretto.host.half import HostHalf
 from stretto.model.config import ModelConfig
 from stretto.params import SamplingParams
-from stretto.protocol import Output, Request
+from stretto.protocol import Output, Request, SessionTurn
 from stretto.spec.ngram import NgramDrafter
 
 DRAFTS, ACCEPTED = 7, 3.7  # widest window, and the mean of what a step of the scripted acceptance emits
@@ -77,13 +77,14 @@ class Bench:
         return lab.limit(rows, self.read, self.multiply) * 1e3
 
     # --------------------------------------------------------------------------------------------------- requests
-    def submit(self, core: EngineCore, prompt: int | list[int], new: int) -> Request:
+    def submit(self, core: EngineCore, prompt: int | list[int], new: int,
+               session: SessionTurn | None = None) -> Request:
         """A greedy request of random ids (or these) that never stops early."""
         self.serial += 1
         if isinstance(prompt, int):
             generator = torch.Generator().manual_seed(self.serial)
             prompt = torch.randint(0, core.info.vocab_size, (prompt,), generator=generator).tolist()
-        request = Request(rid=str(self.serial), tokens=prompt, want_text=False,
+        request = Request(rid=str(self.serial), tokens=prompt, want_text=False, session=session,
                           sampling=SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True))
         core.submit(request)
         return request
@@ -244,6 +245,21 @@ def session_turn(bench: Bench, core: EngineCore, lab: Lab) -> None:
                      "<= 1.15 of the limit", limit, "", "through the prefix cache"))
 
 
+def conversations(bench: Bench, core: EngineCore, lab: Lab) -> None:
+    """150 turns of eight sessions at once: are the last as quick as the first?"""
+    keeping = rehost(core, prefix_cache=True)
+    seconds = []
+    for _ in range(150):
+        started = time.perf_counter()
+        for i in range(8):
+            bench.submit(keeping, 4, 4, SessionTurn(sid=f"turns-{i}", mode="append"))
+        drain(keeping)
+        seconds.append(time.perf_counter() - started)
+    head, tail = (statistics.median(part) * 1e3 for part in (seconds[5:45], seconds[-40:]))
+    bench.add(Figure("8B, 150 turns of 8 sessions: the last 40 over turns 6 to 45", tail / head, "x", "<= 1.10",
+                     note=f"{tail:.1f} and {head:.1f} ms a turn of 4 new and 4 answered ids, up to 1,200 of context"))
+
+
 # ------------------------------------------------------------------------------------------------ parts, on their own
 def ngram_idle(bench: Bench) -> None:
     """What it costs to look for drafts where none are found."""
@@ -303,7 +319,8 @@ def beside_transformers(bench: Bench) -> None:
 
 
 PARTS: dict[str, Callable[[Bench, EngineCore, Lab], None]] = {
-    "decode": engine_steps, "at_once": at_once, "paced": paced, "session": session_turn, "steps": device_steps}
+    "decode": engine_steps, "at_once": at_once, "paced": paced, "session": session_turn, "turns": conversations,
+    "steps": device_steps}
 ALONE: dict[str, Callable[[Bench], None]] = {
     "small": small_model, "ngram": ngram_idle, "transformers": beside_transformers}
 
