@@ -182,6 +182,22 @@ async def test_case_8_03_a_busy_session_closes_when_its_turn_ends(oracle: Oracle
         assert code(await talk.api.http.get("/v1/sessions/s")) == (404, "session_not_found")
 
 
+async def test_case_8_03_a_closing_session_can_be_aborted(oracle: Oracle):
+    async with talking(oracle) as talk:
+        live = asyncio.create_task(talk.append("s", FIRST, 60))
+        while not (await talk.api.http.get("/v1/sessions")).json()["data"]:
+            await asyncio.sleep(0.001)
+        waits = asyncio.create_task(talk.append("s", SECOND, on_busy="wait"))
+        while (await talk.shown("s"))["waiting"] == 0:
+            await asyncio.sleep(0.001)
+        assert (await talk.api.http.delete("/v1/sessions/s")).json()["deleted"] is False
+        answer = await talk.api.http.delete("/v1/sessions/s?abort=true")
+        assert answer.status_code == 200 and answer.json()["deleted"] is True
+        async with asyncio.timeout(10):
+            assert [code(await turn) for turn in (live, waits)] == [(499, "request_aborted")] * 2
+        assert code(await talk.api.http.get("/v1/sessions/s")) == (404, "session_not_found")
+
+
 async def test_case_8_03_idle_sessions_give_way(oracle: Oracle):
     """Their pages fill the pool; an ordinary request takes what it needs, and they go on from their ids."""
     async with talking(oracle, pool_tokens=256) as talk:
