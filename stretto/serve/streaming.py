@@ -28,19 +28,30 @@ PING = b": ping\n\n"
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 _encoder = msgspec.json.Encoder()
+# The standard ends a line at \r and \n alone; clients that cut decoded text by Unicode's rules end it at these too.
+_LINE_ENDS = tuple((c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\x85\u2028\u2029")
 
 
 class ClientGone(Exception):
     """The client has closed its connection; nobody will read an answer."""
 
 
+def one_line(payload: Any) -> bytes:
+    """JSON in one line, whatever the reader takes for the end of a line."""
+    data = _encoder.encode(payload)
+    if not data.isascii():
+        for character, escaped in _LINE_ENDS:
+            data = data.replace(character, escaped)
+    return data
+
+
 def event(payload: Any) -> bytes:
-    return b"data: " + _encoder.encode(payload) + b"\n\n"
+    return b"data: " + one_line(payload) + b"\n\n"
 
 
 def named_event(name: str, payload: Any) -> bytes:
     """An event with its type in a line of its own, as typed streams have it."""
-    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(payload) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + one_line(payload) + b"\n\n"
 
 
 def openai_failure(error: ApiError) -> bytes:

@@ -7,7 +7,7 @@ import asyncio
 import json
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from stretto.serve.schemas import (
@@ -128,6 +128,7 @@ async def _send_all(calls: list[tuple[str, dict]]) -> None:
 @settings(SETTINGS, max_examples=15)
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=24), st.integers(1, 9),
        st.integers(1, 60), st.lists(st.text(min_size=1, max_size=3), max_size=2))
+@example(text="a\x85b\u2028c\u2029d", block=1, limit=60, stop=[])  # what some clients take for ends of lines
 def test_case_14_01_any_partition_streams_the_same(text: str, block: int, limit: int, stop: list[str]):
     asyncio.run(_compare(text, block, limit, stop))
 
