@@ -123,12 +123,13 @@ def tiny(tmp_path_factory):
     """kind -> bench; made when first asked for."""
     folder, kept = tmp_path_factory.mktemp("mixed"), dict[str, Bench]()
     target = made.make_target(folder / "target", mtp=made.mtp("deepseek"))
+    same = made.make_target(folder / "same").target.path  # without the layer that predicts
     prompts = [[ord(char) % made.VOCAB for char in text] for text in questions(6, 150)]
 
     def get(kind: str) -> Bench:
         if kind not in kept:
             own = {"eagle": made.eagle, "eagle3": made.eagle3, "dflash": made.dflash, "dspark": made.dspark}
-            path = target.target.path if kind == "standalone" else own[kind](folder / kind)[0] if kind in own else None
+            path = same if kind == "standalone" else own[kind](folder / kind)[0] if kind in own else None
             lab = Lab(target.model, target.target, f"{kind}:{path}" if path else kind, steady=kind != "suffix")
             kept[kind] = Bench(lab, prompts, 256, 20)
         return kept[kind]
