@@ -38,13 +38,29 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A matrix [outputs, inputs], or some of its rows."""
+class Coded:
+    """Codes [outputs, inputs * bits / 8] and what makes numbers of them."""
 
     layout: Layout
     codes: torch.Tensor
-    scales: torch.Tensor  # [O, I / group]
+    scales: torch.Tensor
     offsets: torch.Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.codes.shape[1] * 8 // self.layout.bits
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.codes, self.scales, self.offsets) if t is not None)
+
+
+class Packed(Coded):
+    """A matrix [outputs, inputs], or some of its rows; scales and offsets [outputs, inputs / group]."""
 
     @classmethod
     def empty(cls, layout: Layout, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Packed:
@@ -55,20 +71,8 @@ class Packed:
                    torch.empty(outputs, groups, dtype=dtype, device=device),
                    torch.empty(outputs, groups, dtype=dtype, device=device) if layout.offsets else None)
 
-    @property
-    def outputs(self) -> int:
-        return self.codes.shape[0]
-
-    @property
-    def inputs(self) -> int:
-        return self.codes.shape[1] * 8 // self.layout.bits
-
     def numel(self) -> int:
         return self.outputs * self.inputs
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.codes, self.scales, self.offsets) if t is not None)
 
     def _each(self, change) -> Packed:
         offsets = None if self.offsets is None else change(self.offsets)
@@ -123,30 +127,12 @@ class Packed:
         return ByGroups(self.layout, self.codes, (low & 0xFFFF) | (high << 16))
 
 
-@dataclass(frozen=True)
-class ByGroups:
+class ByGroups(Coded):
     """A matrix whose scales are [groups, outputs]: what a program needs of a group lies together, 4 bytes each, so that
     it comes by the pipeline of the kernel's loop.
 
     4 bits   scales int32, pairs: a scale in the low 16 bits, an offset in the high ones; no offsets
     8 bits   scales and offsets float32"""
-
-    layout: Layout
-    codes: torch.Tensor
-    scales: torch.Tensor
-    offsets: torch.Tensor | None = None
-
-    @property
-    def outputs(self) -> int:
-        return self.codes.shape[0]
-
-    @property
-    def inputs(self) -> int:
-        return self.codes.shape[1] * 8 // self.layout.bits
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.codes, self.scales, self.offsets) if t is not None)
 
 
 def pack4(values: torch.Tensor) -> torch.Tensor:
