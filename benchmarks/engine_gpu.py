@@ -47,22 +47,11 @@ SHAPES = {"llama-8b": LLAMA,
                                   num_attention_heads=32, tie_word_embeddings=False)}
 
 
-class RandomSource:
+class RandomTensors:
     """A WeightSource of random tensors, never zeros: zeros draw less power and run faster."""
 
-    def __init__(self, config: ModelConfig, tied: bool, device: str = "cuda"):
-        c, self._shapes, self._device = config, {}, device
-        q, kv, h, f = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
-        per_layer = {"self_attn.q_proj": (q, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
-                     "self_attn.o_proj": (h, q), "mlp.gate_proj": (f, h), "mlp.up_proj": (f, h),
-                     "mlp.down_proj": (h, f), "input_layernorm": (h,), "post_attention_layernorm": (h,)}
-        if c.architecture.startswith("Qwen3"):
-            per_layer |= {"self_attn.q_norm": (c.head_dim,), "self_attn.k_norm": (c.head_dim,)}
-        for i in range(c.n_layers):
-            self._shapes |= {f"model.layers.{i}.{n}.weight": s for n, s in per_layer.items()}
-        self._shapes |= {"model.embed_tokens.weight": (c.vocab_size, h), "model.norm.weight": (h,)}
-        if not tied:
-            self._shapes["lm_head.weight"] = (c.vocab_size, h)
+    def __init__(self, shapes: dict[str, tuple[int, ...]], device: str):
+        self._shapes, self._device = shapes, device
 
     def names(self) -> Iterable[str]:
         return self._shapes
@@ -75,6 +64,25 @@ class RandomSource:
         if len(shape) == 1:
             return torch.ones(shape, device=self._device, dtype=torch.bfloat16)
         return torch.randn(shape, device=self._device, dtype=torch.bfloat16) * shape[1] ** -0.5
+
+
+class RandomSource(RandomTensors):
+    """Of a dense model with the tensors of Llama or Qwen3."""
+
+    def __init__(self, config: ModelConfig, tied: bool, device: str = "cuda"):
+        super().__init__({}, device)
+        c = config
+        q, kv, h, f = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
+        per_layer = {"self_attn.q_proj": (q, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
+                     "self_attn.o_proj": (h, q), "mlp.gate_proj": (f, h), "mlp.up_proj": (f, h),
+                     "mlp.down_proj": (h, f), "input_layernorm": (h,), "post_attention_layernorm": (h,)}
+        if c.architecture.startswith("Qwen3"):
+            per_layer |= {"self_attn.q_norm": (c.head_dim,), "self_attn.k_norm": (c.head_dim,)}
+        for i in range(c.n_layers):
+            self._shapes |= {f"model.layers.{i}.{n}.weight": s for n, s in per_layer.items()}
+        self._shapes |= {"model.embed_tokens.weight": (c.vocab_size, h), "model.norm.weight": (h,)}
+        if not tied:
+            self._shapes["lm_head.weight"] = (c.vocab_size, h)
 
 
 def read_rate() -> float:

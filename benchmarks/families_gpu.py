@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine_gpu import LLAMA, read_rate
+from benchmarks.engine_gpu import LLAMA, RandomTensors, read_rate
 from benchmarks.step_gpu import Lab, Rows, chunk, decode, multiply_rate
 from stretto.attn.select import choose_backend
 from stretto.device.graphs import GraphExecutor, bucketed
@@ -57,27 +57,15 @@ PACKED = {"bfloat16": None, "fp8, inputs too": Layout("fp8", 0, eight_bit_inputs
 CASES = [[decode(1, 1024)], [decode(32, 1024)], [chunk(2048, 2048)]]
 
 
-class RandomWeights:
+class RandomWeights(RandomTensors):
     """A `PackedSource` of whatever a model asks for. `layout`: of the layers' matrices; its group 0: a scale a row."""
 
     def __init__(self, config: ModelConfig, device: str, layout: Layout | None = None):
         self._only_experts = bool(config.value("num_experts_per_tok"))
         asked = Weights(_Nothing(), torch.bfloat16, torch.device("meta"))
         NATIVE[config.architecture](config, asked, 16)
-        self._shapes = {copy.name: copy.shape for copy in asked._copies}
-        self._device, self._layout = device, layout
-
-    def names(self) -> Iterable[str]:
-        return self._shapes
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def tensor(self, name: str) -> torch.Tensor:
-        shape = self._shapes[name]
-        if len(shape) == 1:
-            return torch.ones(shape, device=self._device, dtype=torch.bfloat16)
-        return torch.randn(shape, device=self._device, dtype=torch.bfloat16) * shape[1] ** -0.5
+        super().__init__({copy.name: copy.shape for copy in asked._copies}, device)
+        self._layout = layout
 
     def layout(self, name: str) -> Layout | None:
         shape, expert = self._shapes[name], "experts" in name
