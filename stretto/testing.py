@@ -176,7 +176,7 @@ def run(engine: EngineCore, asks: Sequence[Ask], later: Sequence[Ask] = (), most
     anybody, page by page. Answers by request id, those of further choices as "id/1", "id/2"."""
     answers: dict[str, Answer] = {}
     waiting = list(later)
-    _watch_offers(engine, answers)
+    watch_offers(engine, answers)
 
     def submit(ask: Ask) -> None:
         engine.submit(Request(rid=ask.rid, tokens=list(ask.tokens), sampling=ask.sampling, want_text=False))
@@ -207,7 +207,7 @@ def _key(rid: str, index: int) -> str:
     return f"{rid}/{index}" if index else rid
 
 
-def _watch_offers(engine: EngineCore, answers: dict[str, Answer]) -> None:
+def watch_offers(engine: EngineCore, answers: dict[str, Answer]) -> None:
     """Notes what the device reports as offered, whose it is while the slot still has its owner."""
     host = engine.host
     process = type(host).process.__get__(host)
@@ -486,7 +486,7 @@ def check_sessions(lab: Lab) -> None:
     prompts = [a.tokens for a in lab.asks()]
     turns = {"paused": [prompts[0], [8, 4]], "in place": [prompts[2], [6]]}
     answers: dict[str, Answer] = {}
-    _watch_offers(engine, answers)
+    watch_offers(engine, answers)
 
     def append(sid: str, number: int) -> None:
         engine.host.sessions.append(sid, Request(rid=f"{sid} {number}", tokens=list(turns[sid][number]),
@@ -532,7 +532,7 @@ def check_soak(lab: Lab) -> None:
     engine = make_engine(lab.model, lab.drafter, lab.target,
                          lab.setup(page_size=4, pool_tokens=128, chunk=8, budget=48, overlap=True))
     answers: dict[str, Answer] = {}
-    _watch_offers(engine, answers)
+    watch_offers(engine, answers)
     waiting, aborted = list(asks), set()
     while engine.has_work or waiting:
         while waiting and rng.random() < 0.3:

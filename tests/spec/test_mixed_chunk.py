@@ -30,12 +30,12 @@ from stretto.testing import (
     Ask,
     Lab,
     Setup,
-    _watch_offers,
     counters,
     greedy,
     make_engine,
     same_offers,
     target_of,
+    watch_offers,
 )
 from stretto.text.tokenizer import load_tokenizer
 from tests.spec import checkpoints as made
@@ -68,7 +68,7 @@ class Bench:
 def arriving(engine: EngineCore, asks: Sequence[Ask]) -> dict[str, Answer]:
     """The first of them at once, then one more every few steps."""
     answers: dict[str, Answer] = {}
-    _watch_offers(engine, answers)
+    watch_offers(engine, answers)
     waiting = list(asks)
     for step in itertools.count():
         if waiting and (step % EVERY == 0 or len(waiting) > len(asks) - FIRST):
