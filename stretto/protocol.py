@@ -57,12 +57,6 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     pooling: Literal["last", "mean"] | None = None
 
 
-class Abort(msgspec.Struct, tag=True):
-    """Ends a request, wherever it is. The last Output of each live choice says finish_reason "abort"."""
-
-    rid: str
-
-
 # ------------------------------------------------------------------------------------------------------- sessions
 class OpenSession(msgspec.Struct, tag=True, kw_only=True):
     """Opens a session, without a turn. Refused where the id is taken, or no session can make room."""

@@ -9,7 +9,6 @@ first. Embedding and head are the target's. Of several such layers the first is 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,12 +49,6 @@ def namings(n_layers: int) -> tuple[Naming, ...]:
     return (Naming(f"model.layers.{n_layers}.", "enorm", "hnorm", "eh_proj", "shared_head.norm", True),
             Naming("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm",
                    False))
-
-
-def is_predictor(name: str, n_layers: int) -> bool:
-    """Whether a tensor of a target's checkpoint belongs to its MTP layers, not to the target."""
-    appended = re.match(r"model\.layers\.(\d+)\.", name)
-    return name.startswith("model.mtp_layers.") or (appended is not None and int(appended[1]) >= n_layers)
 
 
 class MTPModel:

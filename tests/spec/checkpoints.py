@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from stretto.model.config import ModelConfig, read_config
 from stretto.model.load import build_model, load_model
 from stretto.model.source import SafetensorsSource
 from stretto.spec.context import Target
-from stretto.spec.mtp import is_predictor
 from stretto.spec.sources import Renamed
 from stretto.testing import target_of
 
@@ -37,6 +37,12 @@ class TinyTarget:
     model: CausalModel
     reference: transformers.PreTrainedModel
     target: Target
+
+
+def is_predictor(name: str, n_layers: int) -> bool:
+    """Whether a tensor of a target's checkpoint belongs to its MTP layers, not to the target."""
+    appended = re.match(r"model\.layers\.(\d+)\.", name)
+    return name.startswith("model.mtp_layers.") or (appended is not None and int(appended[1]) >= n_layers)
 
 
 def make_target(folder: Path, mtp: Tensors | None = None, window: int | None = None) -> TinyTarget:
