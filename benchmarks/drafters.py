@@ -63,11 +63,14 @@ class Counts:
 
 @dataclass
 class Speed:
-    """One drafter with so many rows at once, a value a round. Rates in tokens a second, steps in milliseconds."""
+    """One drafter with so many rows at once, a value a round. Rates in tokens a second, steps in milliseconds; of the
+    steps the share that ran without a graph where there are some."""
 
     rates: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
+    ids: list[float] = field(default_factory=list)  # a row and step
+    eager: list[float] = field(default_factory=list)
 
 
 def questions(data: Path, each: int | None, gsm8k: int) -> list[Question]:
@@ -118,16 +121,25 @@ def same_share(ids: list, others: list) -> float:
 def time_waves(llm: LLM, prompts: Sequence[list[int]], rows: int, tokens: int, speed: Speed) -> None:
     """Answers the prompts, `rows` at a time, with exactly `tokens` tokens each."""
     core, sampling = llm.core, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    busy, waited = core.busy_seconds, core.wait_seconds
-    started, made, steps = time.perf_counter(), 0, 0
+    busy, waited, before = core.busy_seconds, core.wait_seconds, core.device.counts()
+    started, made, steps, taken = time.perf_counter(), 0, 0, 0
     for i in range(0, len(prompts), rows):
         answers = llm.generate(prompts[i : i + rows], sampling)
         made += sum(len(a.token_ids) for a in answers)
         steps += max(a.usage.steps for a in answers)
+        taken += sum(a.usage.steps for a in answers)
     seconds = time.perf_counter() - started
+    speed.ids.append(made / taken)
+    speed.eager.append((core.device.counts().get("eager_steps", 0.0) - before.get("eager_steps", 0.0)) / steps)
     speed.rates.append(made / seconds)
     speed.steps.append(1e3 * seconds / steps)
     speed.host.append(1e3 * ((core.busy_seconds - busy) - (core.wait_seconds - waited)) / steps)
+
+
+def prompts_of(llm: LLM, asked: Sequence[Question], count: int, tokens: int) -> list[list[int]]:
+    """First turns of `count` questions, evenly from all of them, in the chat format; short enough for `tokens` more."""
+    return [llm.tokenizer.apply_chat_template([{"role": "user", "content": q.turns[0]}])[: LONGEST - tokens - 8]
+            for q in _spread(list(asked), count)]
 
 
 def measure_speed(engines: dict[str, LLM], prompts: Sequence[list[int]], rows: int, tokens: int,
@@ -196,6 +208,7 @@ def _engine(like: LLM, speculation: str, width: int) -> LLM:
 def _speed_entry(name: str, engines: dict[str, LLM], speeds: dict[str, Speed]) -> dict[str, float]:
     own, plain = speeds[name], speeds["off"]
     entry = {"tokens_s": median(own.rates), "step_ms": median(own.steps), "host_ms": median(own.host),
+             "ids": median(own.ids), "eager": median(own.eager),
              "speed_up": median(a / b for a, b in zip(own.rates, plain.rates, strict=True))}
     width = engines[name].info.speculation_tokens if name in engines else 0
     if f"{width} wrong" in speeds:
@@ -233,9 +246,7 @@ def main(data: Path, *, model: str | None = None, drafters: tuple[str, ...] = DR
     if temperatures:
         figures["lengths"] = lengths_of(engines, asked, temperatures, tokens)
     if rows:
-        tokenizer = engines[drafters[0]].tokenizer
-        prompts = [tokenizer.apply_chat_template([{"role": "user", "content": q.turns[0]}])[: LONGEST - tokens - 8]
-                   for q in _spread(asked, speed_prompts)]
+        prompts = prompts_of(engines[drafters[0]], asked, speed_prompts, tokens)
         figures["speeds"] = speeds_of(engines, prompts, rows, speed_tokens, rounds, parts)
     for llm in engines.values():
         llm.close()

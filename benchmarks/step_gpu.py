@@ -140,11 +140,11 @@ class Lab:
                 + max(sum(n for _, n in long) * 4 * kv * c.n_layers / read, 4 * c.n_layers * q * pairs / multiply))
 
     @torch.inference_mode()
-    def record(self, rows: list[Rows]) -> torch.profiler.profile:
+    def record(self, rows: list[Rows], drafts: int = 0) -> torch.profiler.profile:
         """One replay of the step's graph, alone: a step that runs again and again may run slower, where the device
         lowers its clock under its limit of power."""
-        self.time(rows, repeats=3)
-        plan, shape = self.prepare(rows)
+        self.time(rows, drafts=drafts, repeats=3)
+        plan, shape = self.prepare(rows, drafts=drafts)
         captured = self.graphs.graphs[bucketed(shape)]
         captured.rows[: len(plan)] = plan
         torch.cuda.synchronize()
