@@ -13,6 +13,7 @@ on one stream: staging memory is used again and again.
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -33,7 +34,15 @@ class HostPages:
         self.device = device
         self._rows = [[_as_words(tensor) for tensor in of_group] for of_group in tensors]
         self.page_bytes = tuple(sum(_aligned(_row_bytes(rows)) for rows in of_group) for of_group in self._rows)
-        self.memory = [_host_memory((count + 1, size), device) for count, size in zip(counts, self.page_bytes)]
+        self.memory: list[torch.Tensor] = []
+        pinned: list[torch.Tensor] = []
+        self._unpin = weakref.finalize(self, _unpin, pinned)
+        self._unpin.atexit = False
+        for count, size in zip(counts, self.page_bytes):
+            self.memory.append(_host_memory((count + 1, size)))
+            if device.type == "cuda" and self.memory[-1].numel():
+                _pin(self.memory[-1])
+                pinned.append(self.memory[-1])
         self._staging = torch.empty(max(HOST_STAGING, *self.page_bytes), dtype=torch.uint8, device=device)
 
     def save(self, group: int, pages: Sequence[int], host_pages: Sequence[int]) -> None:
@@ -78,10 +87,7 @@ class HostPages:
 
     def close(self) -> None:
         """Unpins the memory. Nothing may be under way."""
-        if self.device.type == "cuda":
-            for memory in self.memory:
-                if memory.numel():
-                    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        self._unpin()
         self.memory = []
 
 
@@ -113,16 +119,25 @@ def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
             start = i
 
 
-def _host_memory(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Zeros, uint8. Pinned by registration: the allocator of pinned memory would round up to a power of two."""
+def _host_memory(shape: tuple[int, int]) -> torch.Tensor:
+    """Zeros, uint8, on pages of their own."""
     n_bytes = shape[0] * shape[1]
     if not n_bytes:
         return torch.zeros(shape, dtype=torch.uint8)
-    memory = torch.from_numpy(np.frombuffer(mmap.mmap(-1, n_bytes), dtype=np.uint8)).view(shape)
-    if device.type == "cuda":
-        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), n_bytes, 0)
-        if int(status) != 0:
-            raise PinError(f"the system refuses to pin {n_bytes / 2**30:.2f} GiB of host memory (CUDA error"
-                           f" {int(status)}): lower --kv-host-bytes, or raise the limit of this container or of `ulimit"
-                           " -l`")
-    return memory
+    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, n_bytes), dtype=np.uint8)).view(shape)
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """By registration: the allocator of pinned memory would round up to a power of two."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(status) != 0:
+        raise PinError(f"the system refuses to pin {memory.nbytes / 2**30:.2f} GiB of host memory (CUDA error"
+                       f" {int(status)}): lower --kv-host-bytes, or raise the limit of this container or of `ulimit"
+                       " -l`")
+
+
+def _unpin(pinned: list[torch.Tensor]) -> None:
+    """Before the memory is given back, also where nobody called `close`: the system gives its addresses to others, say
+    a checkpoint's file, and CUDA would copy what was there before."""
+    while pinned:
+        torch.cuda.cudart().cudaHostUnregister(pinned.pop().data_ptr())

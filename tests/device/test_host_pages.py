@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.device.host_pages import HostPages
+from stretto.device.host_pages import HostPages, PinError
 from stretto.device.kv import Pages
 from stretto.wire import PageOp
 
@@ -80,3 +81,44 @@ def test_operations_run_in_the_order_of_the_list():
 def test_pages_cannot_be_saved_where_there_is_no_host_memory():
     with pytest.raises(AssertionError, match="there is no host memory"):
         Pages(Store([torch.zeros(3, 1)])).run(PageOp.SAVE, [(0, 1, 1)])
+
+
+class Registered:
+    """What CUDA would know of pinned memory."""
+
+    def __init__(self, most: int = 9):
+        self.addresses, self.most = set(), most
+
+    def cudaHostRegister(self, address, n_bytes, flags):
+        if len(self.addresses) == self.most:
+            return 2
+        self.addresses.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address):
+        self.addresses.remove(address)
+        return 0
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_memory_is_unpinned_before_it_goes(monkeypatch, close) -> None:
+    """Else CUDA would copy what once stood at addresses that are somebody else's by then."""
+    known = Registered()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: known)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device=None, **kw: torch.zeros(*sizes, **kw))
+    pages = HostPages([[torch.zeros(3, 8)], [torch.zeros(3, 8)]], [4, 2], torch.device("cuda"))
+    assert len(known.addresses) == 2
+    if close:
+        pages.close()
+        pages.close()
+    del pages
+    assert not known.addresses
+
+
+def test_a_refusal_leaves_nothing_pinned(monkeypatch) -> None:
+    known = Registered(most=1)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: known)
+    with pytest.raises(PinError, match="--kv-host-bytes"):
+        HostPages([[torch.zeros(3, 8)], [torch.zeros(3, 8)]], [4, 2], torch.device("cuda"))
+    gc.collect()
+    assert not known.addresses

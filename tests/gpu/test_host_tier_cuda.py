@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,6 +44,16 @@ def test_pages_travel_whole_and_in_order() -> None:
     for tensor, whole in zip(tensors, before):
         assert torch.equal(tensor[pages], whole[pages])
     host.close()
+
+
+def test_memory_that_nobody_closes_is_pinned_no_longer() -> None:
+    """The system gives its addresses to whoever maps next: a checkpoint's file was once read from there, wrongly."""
+    device = torch.device("cuda")
+    host = HostPages([[torch.zeros(3, 4096, device=device)]], [64], device)
+    size = host.memory[0].nbytes
+    assert host.memory[0].is_pinned()
+    del host
+    assert not torch.from_numpy(np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)).is_pinned()
 
 
 @pytest.mark.parametrize("window", [None, 16], ids=["full", "window"])
