@@ -8,25 +8,28 @@ one grammar can only be made one after another (and threads that wait for each o
     rows, by automaton   | a a a a a a b b b c |
     this thread          | a a a a |                  until PATIENCE has passed
     then                           | a a | b b b | c |       one thread for each automaton that is left
+    the next masks       | a a a a a a | b b b | c |         at once, until all of them together are quick again
 
 `slow` tells of whom there should be more (host/grammar.py). No torch in this module.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par_with_draft_tokens
 
 from stretto.wire import LateMask
 
 PATIENCE = 2e-3  # seconds after which masks are shared out; well below a step of a large model
+
 
 @dataclass(frozen=True)
 class MaskAsk:
@@ -40,6 +43,11 @@ class MaskAsk:
     automaton: Hashable = None  # rows with the same one cannot be made at once
 
 
+class Filled(NamedTuple):
+    rows: int
+    seconds: float
+
+
 class MaskMaker:
     """Fills masks for one vocabulary. `slow`: rows of the last `make` that had to wait for each other for longer than
     PATIENCE, of each automaton."""
@@ -50,6 +58,7 @@ class MaskMaker:
         self._pool: ThreadPoolExecutor | None = None
         self._alone: LLExecutor | None = None  # asked for one row at a time, which it makes on the thread that asks
         self.slow: list[list[int]] = []
+        self._costly = False  # the last masks took longer than PATIENCE, all together
         self._bits = np.empty((0, self._words), dtype=np.int32)
 
     def make(self, seq: int, n_rows: int, asks: Sequence[MaskAsk]) -> tuple[LateMask, list[int]]:
@@ -60,10 +69,12 @@ class MaskMaker:
         starts = [0, *np.cumsum(sizes).tolist()]
         for ask, start, size in zip(asks, starts, sizes):
             index[ask.row, :size] = np.arange(start, start + size)
-        self._fill(asks, starts, bits)
-        stuck = [ask.row for ask, start in zip(asks, starts) if ask.matcher.is_error() or not bits[start].any()]
+        self._fill(list(zip(asks, starts)), bits)
+        free = np.any(bits, axis=1).tolist()
+        stuck = [ask.row for ask, start in zip(asks, starts) if ask.matcher.is_error() or not free[start]]
         for ask, start, size in zip(asks, starts, sizes):
-            _withhold(bits[start : start + min(ask.withheld, size)], ask.stop_ids)
+            if ask.withheld:
+                _withhold(bits[start : start + min(ask.withheld, size)], ask.stop_ids)
         return LateMask(seq, index, bits), stuck
 
     def _room(self, n: int) -> np.ndarray:
@@ -74,17 +85,15 @@ class MaskMaker:
         bits.fill(-1)
         return bits
 
-    def _fill(self, asks: Sequence[MaskAsk], starts: Sequence[int], bits: np.ndarray) -> None:
-        self.slow, began = [], time.perf_counter()
-        if self._alone is None and any(ask.drafts for ask in asks):
+    def _fill(self, rows: Sequence[tuple[MaskAsk, int]], bits: np.ndarray) -> None:
+        self.slow = []
+        if self._alone is None and any(ask.drafts for ask, _ in rows):
             self._alone = LLExecutor(1)
-        for i, (ask, start) in enumerate(zip(asks, starts)):
-            if time.perf_counter() - began > PATIENCE:
-                return self._share_out(list(zip(asks, starts))[i:], bits)
-            self._fill_row(ask, start, bits)
+        rest = rows if self._costly else rows[self._fill_part(rows, bits, PATIENCE).rows :]
+        self._costly = bool(rest) and self._share_out(rest, bits) > PATIENCE
 
-    def _share_out(self, rest: Sequence[tuple[MaskAsk, int]], bits: np.ndarray) -> None:
-        """One automaton, one thread."""
+    def _share_out(self, rest: Sequence[tuple[MaskAsk, int]], bits: np.ndarray) -> float:
+        """One automaton, one thread. Returns the seconds of all threads together."""
         parts: dict[Hashable, list[tuple[MaskAsk, int]]] = {}
         for ask, start in rest:
             parts.setdefault(ask.automaton, []).append((ask, start))
@@ -92,26 +101,26 @@ class MaskMaker:
         if len(longest) > 1 and self.threads > 1:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self.threads, "mask")
-            seconds = list(self._pool.map(lambda part: self._fill_part(part, bits), longest))
+            filled = list(self._pool.map(lambda part: self._fill_part(part, bits), longest))
         else:
-            seconds = [self._fill_part(part, bits) for part in longest]
-        self.slow = [[ask.row for ask, _ in part] for part, took in zip(longest, seconds)
-                     if took > PATIENCE and len(part) > 1]
+            filled = [self._fill_part(part, bits) for part in longest]
+        self.slow = [[ask.row for ask, _ in part] for part, took in zip(longest, filled)
+                     if took.seconds > PATIENCE and len(part) > 1]
+        return sum(took.seconds for took in filled)
 
-    def _fill_part(self, part: Sequence[tuple[MaskAsk, int]], bits: np.ndarray) -> float:
-        """How long it took."""
-        began = time.perf_counter()
-        for ask, start in part:
-            self._fill_row(ask, start, bits)
-        return time.perf_counter() - began
-
-    def _fill_row(self, ask: MaskAsk, start: int, bits: np.ndarray) -> None:
-        """The interpreter's lock is not held meanwhile."""
-        if ask.drafts:
-            assert self._alone is not None
-            fill_next_token_bitmask_par_with_draft_tokens(self._alone, [(ask.matcher, start, ask.drafts)], bits)
-        else:
-            fill_next_token_bitmask(ask.matcher, bits, start)
+    def _fill_part(self, part: Sequence[tuple[MaskAsk, int]], bits: np.ndarray, patience: float = math.inf) -> Filled:
+        """One row after the other, none after `patience` seconds. The interpreter's lock is not held meanwhile."""
+        began, first, size = time.perf_counter(), bits.ctypes.data, bits.itemsize * bits.shape[1]
+        for n, (ask, start) in enumerate(part):
+            if time.perf_counter() - began > patience:
+                return Filled(n, time.perf_counter() - began)
+            if ask.drafts:
+                assert self._alone is not None
+                self._alone.unsafe_compute_mask_ptr_with_draft_token(
+                    [(ask.matcher, start, ask.drafts)], first, size, len(bits))
+            else:
+                ask.matcher.unsafe_compute_mask_ptr(first + start * size, size)
+        return Filled(len(part), time.perf_counter() - began)
 
     def close(self) -> None:
         if self._pool is not None:

@@ -71,19 +71,43 @@ def test_rows_of_one_automaton_come_apart(impatient, made, most: int) -> None:
     maker.close()
 
 
-def test_grammars_beside_each_other_have_threads_of_their_own(impatient, made, monkeypatch) -> None:
+def threads_of(monkeypatch) -> dict[str, set[int]]:
+    """The threads that made masks, and of which automata."""
     names: dict[str, set[int]] = {}
     fill = MaskMaker._fill_part
 
-    def noted(self, part, bits):
-        names.setdefault(threading.current_thread().name, set()).update(row.automaton for row, _ in part)
-        return fill(self, part, bits)
+    def noted(self, part, bits, *patience):
+        filled = fill(self, part, bits, *patience)
+        if filled.rows:
+            names.setdefault(threading.current_thread().name, set()).update(row.automaton for row, _ in part)
+        return filled
     monkeypatch.setattr(MaskMaker, "_fill_part", noted)
+    return names
+
+
+def test_grammars_beside_each_other_have_threads_of_their_own(impatient, made, monkeypatch) -> None:
+    names = threads_of(monkeypatch)
     states = started(made, WORDS, 3) + started(made, HEX, 3)
     maker = MaskMaker(VOCAB, threads=2)
     maker.make(0, 6, [ask(i, state) for i, state in enumerate(states)])
     assert all(name.startswith("mask") for name in names) and len(set().union(*names.values())) == 2
     assert sorted(map(sorted, maker.slow)) == [[0, 1, 2], [3, 4, 5]]
+    maker.close()
+
+
+def test_masks_that_took_long_are_shared_out_at_once_until_they_are_quick(made, monkeypatch) -> None:
+    """Of three rounds, by patience: the first is shared out, and so is the second, whose masks turn out quick."""
+    states, maker = started(made, WORDS, 3) + started(made, HEX, 3), MaskMaker(VOCAB, threads=2)
+    asks = [ask(i, state) for i, state in enumerate(states)]
+    own = threading.current_thread().name
+    for patience, on_own, on_others in ((-1.0, False, True), (60.0, False, True), (60.0, True, False)):
+        monkeypatch.setattr(masks_module, "PATIENCE", patience)
+        names = threads_of(monkeypatch)
+        mask, _ = maker.make(0, 6, asks)
+        assert (own in names, bool(names.keys() - {own})) == (on_own, on_others)
+        for i, state in enumerate(states):
+            assert mask.bits[i].tobytes() == state.matcher.compute_bitmask()[: mask.bits[i].nbytes]
+        monkeypatch.undo()
     maker.close()
 
 
