@@ -18,11 +18,12 @@ class Blocks:
     split: int = 1  # programs that share the columns of one output
     ahead: int = 256  # columns asked for before the launch before has ended
     copies: bool = False  # tiles come by the copy engine (tensor memory accelerator, sm_90 and up)
-
-    @property
-    def piece(self) -> int:
-        """Columns that one thread asks for."""
-        return min(self.ahead, max(32, self.outputs * self.ahead // (self.warps * 32)))
+    piece: int = 64  # columns that one thread asks for at a time; `ahead` is a multiple
+    askers: int = 0  # tiles whose programs ask, for others as well; 0: each asks for its own
+    reach: int = 0  # tiles asked for in all; 0: all
+    pause: int = 0  # nanoseconds between two turns of asking
+    delay: int = 0  # nanoseconds before asking
+    keep: bool = False  # what is asked for is evicted last
 
 
 @dataclass(frozen=True)

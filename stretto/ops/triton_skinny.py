@@ -17,7 +17,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto.ops.blocks import Blocks
-from stretto.ops.triton_launch import ask_for
+from stretto.ops.triton_launch import ask_for, ask_rows, rest
+
+ASKED = ("ahead", "piece", "askers", "tiles", "pause", "delay", "more_pieces")  # what a launch asks for varies
 
 
 @triton.jit
@@ -26,24 +28,39 @@ def _silu(x):
 
 
 @triton.jit
-def _start(w, rows, inputs, n, GATED: tl.constexpr, AHEAD: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr):
-    """Prefetches, then waits for the launch before; what is written before this launch may be read from here on."""
+def _start(w, tile, inputs, n, ahead, piece, askers, tiles, pause, delay, more, more_pieces, BN: tl.constexpr,
+           GATED: tl.constexpr, KEEP: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr):
+    """Asks for weights, then waits for the launch before; what is written before this launch may be read from here on.
+
+    The programs of the first `askers` tiles ask for the first `ahead` columns of the tiles tile, tile + askers, ..."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        pieces = w + rows.to(tl.int64)[:, None] * inputs + (tl.arange(0, AHEAD // PIECE) * PIECE)[None, :]
-        ask_for(pieces, PIECE * 2)
-        if GATED:
-            ask_for(pieces + n.to(tl.int64) * inputs, PIECE * 2)
+        if tile < askers:
+            if delay > 0:
+                for _ in tl.range(0, delay, 1000):
+                    rest(1000)
+            for t in tl.range(tile, tiles, askers):
+                ask_rows(w, t * BN, inputs, ahead, piece, pause, BN, THREADS, KEEP)
+                if GATED:
+                    ask_rows(w, n + t * BN, inputs, ahead, piece, pause, BN, THREADS, KEEP)
+            if more_pieces > 0:
+                for start in tl.range(tile * THREADS, more_pieces, askers * THREADS):
+                    i = start + tl.arange(0, THREADS)
+                    ask_for(more + i.to(tl.int64) * piece, (i < more_pieces).to(tl.int32), piece * 2, KEEP)
+                    if pause > 0:
+                        rest(pause)
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit(do_not_specialize=["eps"])
-def one_row_kernel(x, w, norm, bias, out, n, inputs, eps, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-                   AHEAD: tl.constexpr, PIECE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-                   GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["eps", *ASKED])
+def one_row_kernel(x, w, norm, bias, out, more, n, inputs, eps, ahead, piece, askers, tiles, pause, delay, more_pieces,
+                   BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr, NORM: tl.constexpr,
+                   BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, THREADS: tl.constexpr,
+                   PDL: tl.constexpr):
     """out[n] (+)= W[n, inputs] x, in float32. NORM: x is RMS-normed first. GATED: silu(first half) * second half."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    _start(w, rows, inputs, n, GATED, AHEAD, PIECE, PDL)
+    _start(w, tl.program_id(0), inputs, n, ahead, piece, askers, tiles, pause, delay, more, more_pieces, BN, GATED,
+           KEEP, THREADS, PDL)
     k = tl.arange(0, BK)
     at = w + rows.to(tl.int64)[:, None] * inputs + k[None, :]
     up = at + n.to(tl.int64) * inputs
@@ -97,11 +114,12 @@ def _finish(acc, bias, out, tokens, rows, m, n, BIAS: tl.constexpr, ADD: tl.cons
     tl.store(to, acc.to(out.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["m"])
-def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, m, n, inputs, x_stride, BM: tl.constexpr,
-                    BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-                    PIECE: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-                    COPIES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+@triton.jit(do_not_specialize=["m", *ASKED])
+def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, more, m, n, inputs, x_stride, ahead, piece,
+                    askers, tiles, pause, delay, more_pieces, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                    SPLIT: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr, BIAS: tl.constexpr,
+                    GATED: tl.constexpr, ADD: tl.constexpr, COPIES: tl.constexpr, THREADS: tl.constexpr,
+                    PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """out[m, n] (+)= x[m, inputs] W^T for m <= BM. The weights are the left operand: tiles [BN, BK] x [BK, BM].
 
     SPLIT programs share the inputs of a tile of outputs; the last to arrive adds their sums, in order of the parts.
@@ -110,7 +128,8 @@ def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, m, n, 
     part = tl.program_id(1)
     each = inputs // SPLIT
     rows = tile * BN + tl.arange(0, BN)
-    _start(w + part * each, rows, inputs, n, GATED, AHEAD, PIECE, PDL)
+    _start(w + part * each, tile, inputs, n, ahead, piece, askers, tiles, pause, delay, more, more_pieces, BN, GATED,
+           KEEP, THREADS, PDL)
     tokens = tl.arange(0, BM)
     k = part * each + tl.arange(0, BK)
     at = w + rows.to(tl.int64)[:, None] * inputs + k[None, :]
@@ -152,21 +171,30 @@ def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, m, n, 
 INTERPRETED = isinstance(one_row_kernel, InterpretedFunction)
 
 
+def asked(blocks: Blocks, n: int, more: torch.Tensor | None) -> tuple[int, ...]:
+    """The kernels' arguments named in ASKED."""
+    tiles = n // blocks.outputs
+    pieces = 0 if more is None else more.numel() // blocks.piece
+    return (blocks.ahead, blocks.piece, blocks.askers or tiles, blocks.reach or tiles, blocks.pause, blocks.delay,
+            pieces)
+
+
 def launch_one_row(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: Blocks, pdl: bool,
                    norm: torch.Tensor | None = None, eps: float = 0.0, bias: torch.Tensor | None = None,
-                   gated: bool = False, add: bool = False) -> None:
+                   gated: bool = False, add: bool = False, more: torch.Tensor | None = None) -> None:
     """x [1, inputs], w [outputs (twice if gated), inputs], out [1, outputs], all contiguous."""
     n, inputs = out.shape[1], x.shape[1]
     one_row_kernel[(n // blocks.outputs,)](
-        x, w, x if norm is None else norm, x if bias is None else bias, out, n, inputs, eps, BN=blocks.outputs,
-        BK=blocks.columns, STAGES=blocks.stages, AHEAD=blocks.ahead, PIECE=blocks.piece, NORM=norm is not None,
-        BIAS=bias is not None, GATED=gated, ADD=add, PDL=pdl, num_warps=blocks.warps,
+        x, w, x if norm is None else norm, x if bias is None else bias, out, x if more is None else more, n, inputs,
+        eps, *asked(blocks, n, more), BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages, KEEP=blocks.keep,
+        NORM=norm is not None, BIAS=bias is not None, GATED=gated, ADD=add, THREADS=32 * blocks.warps, PDL=pdl,
+        num_warps=blocks.warps,
         **({"launch_pdl": True} if pdl else {}))
 
 
 def launch_few_rows(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: Blocks, pdl: bool,
                     arrivals: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False,
-                    add: bool = False) -> None:
+                    add: bool = False, more: torch.Tensor | None = None) -> None:
     """x [m, inputs] with contiguous rows (a multiple of 16 bytes apart, where tiles are copied), w [outputs (twice if
     gated), inputs] and out [m, outputs] contiguous. arrivals: zeros, int32, one a tile of outputs; they are zeros again
     afterwards."""
@@ -176,9 +204,10 @@ def launch_few_rows(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks:
     tiles = (TensorDescriptor.from_tensor(x, [tokens, blocks.columns]),
              TensorDescriptor.from_tensor(w, [blocks.outputs, blocks.columns])) if blocks.copies else (x, w)
     few_rows_kernel[(n // blocks.outputs, split)](
-        x, w, *tiles, x if bias is None else bias, out, partial, arrivals, m, n, inputs, x.stride(0), BM=tokens,
-        BN=blocks.outputs, BK=blocks.columns, SPLIT=split, STAGES=blocks.stages, AHEAD=blocks.ahead, PIECE=blocks.piece,
-        BIAS=bias is not None, GATED=gated, ADD=add, COPIES=blocks.copies, PDL=pdl,
+        x, w, *tiles, x if bias is None else bias, out, partial, arrivals, x if more is None else more, m, n, inputs,
+        x.stride(0), *asked(blocks, n, more), BM=tokens, BN=blocks.outputs, BK=blocks.columns, SPLIT=split,
+        STAGES=blocks.stages, KEEP=blocks.keep, BIAS=bias is not None, GATED=gated, ADD=add, COPIES=blocks.copies,
+        THREADS=32 * blocks.warps, PDL=pdl,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         UPCAST=INTERPRETED and x.dtype == torch.bfloat16, num_warps=blocks.warps,
         **({"launch_pdl": True} if pdl else {}))

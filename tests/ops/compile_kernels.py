@@ -16,6 +16,7 @@ from triton.compiler import compile as compile_source
 
 from stretto.ops import (
     skinny,
+    triton_delta,
     triton_exchange,
     triton_fixed,
     triton_kv_write,
@@ -30,7 +31,7 @@ from stretto.ops import (
 from stretto.ops.packed import Layout, Packed
 
 DATA = ("x", "w", "norm", "bias", "out", "weight", "gate_up", "q_weight", "k_weight", "k_cache", "v_cache",
-        "x_tiles", "w_tiles")
+        "x_tiles", "w_tiles", "more")
 FLOATS = ("table", "reals", "logits", "values", "partial")
 LONGS = ("positions", "cells", "slots", "ids", "sampled", "token_rows", "out_tokens", "out_rows", "offered")
 INTS = ("rows", "ints", "base", "q_len", "kv_len", "n_out", "cu_q", "cu_out", "log", "arrivals", "step_n_out", "stops",
@@ -101,8 +102,8 @@ def skinny_kernels(arch: int, pdl: bool):
         blocks = skinny.one_row_blocks(outputs, inputs, gated)
         yield f"one row of {inputs} to {outputs}", build(
             triton_skinny.one_row_kernel,
-            options | dict(BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages, AHEAD=blocks.ahead,
-                           PIECE=blocks.piece, NORM=True, GATED=gated), blocks.warps, arch, {})
+            options | dict(BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages, KEEP=blocks.keep,
+                           THREADS=32 * blocks.warps, NORM=True, GATED=gated), blocks.warps, arch, {})
         for rows in (16, 64):
             blocks = skinny.few_rows_blocks(rows, outputs, inputs, gated, SHARED[arch])
             if blocks is None:
@@ -110,8 +111,8 @@ def skinny_kernels(arch: int, pdl: bool):
             yield f"{rows} rows of {inputs} to {outputs}", build(
                 triton_skinny.few_rows_kernel,
                 options | dict(BM=rows, BN=blocks.outputs, BK=blocks.columns, SPLIT=blocks.split, GATED=gated,
-                               COPIES=False, STAGES=blocks.stages, AHEAD=blocks.ahead,
-                               PIECE=blocks.piece, PRECISION="tf32", UPCAST=False), blocks.warps, arch, {})
+                               COPIES=False, STAGES=blocks.stages, KEEP=True, THREADS=32 * blocks.warps,
+                               PRECISION="tf32", UPCAST=False), blocks.warps, arch, {})
 
 
 def fixed_kernels(arch: int, pdl: bool):
@@ -132,10 +133,10 @@ def tile_kernels(arch: int, pdl: bool):
         yield f"fixed tiles of {rows} rows", build(triton_fixed.fixed_tiles_kernel, sizes, rows // 16, arch,
                                                    tiles(sizes))
     for rows in (16, 64):
-        sizes = dict(BM=rows, BN=64, BK=128, SPLIT=2, STAGES=4, AHEAD=64, PIECE=32, BIAS=True, GATED=False, ADD=True,
-                     COPIES=True, PDL=pdl, PRECISION="tf32", UPCAST=False)
+        sizes = dict(BM=rows, BN=64, BK=128, SPLIT=2, STAGES=4, KEEP=False, THREADS=128, BIAS=True, GATED=False,
+                     ADD=True, COPIES=True, PDL=pdl, PRECISION="tf32", UPCAST=False)
         yield f"few rows, {rows}, copied", build(triton_skinny.few_rows_kernel, sizes, 4, arch, tiles(sizes))
-    sizes = dict(BM=128, BN=128, BK=64, STAGES=4, AHEAD=64, PIECE=32, BIAS=True, PDL=pdl, PRECISION="tf32",
+    sizes = dict(BM=128, BN=128, BK=64, STAGES=4, KEEP=False, THREADS=256, BIAS=True, PDL=pdl, PRECISION="tf32",
                  UPCAST=False)
     yield "some rows, gated", build(triton_some_rows.some_rows_kernel, sizes, 8, arch, tiles(sizes))
 
@@ -180,7 +181,18 @@ def recurrent_kernels(arch: int, pdl: bool):
     yield "its states", build(triton_recurrent.conv_state_kernel, sizes | dict(PAGE=16, BLOCK=64, COLUMNS=4), 4, arch,
                               states)
     sizes = dict(CELLS=6, HEADS=32, EACH=2, K=128, V=128, BK=128, BV=32, PDL=pdl)
-    yield "delta rule", build(triton_recurrent.delta_rule_kernel, sizes, 4, arch, states)
+    yield "delta rule", build(triton_delta.tokens_kernel, sizes, 4, arch, states)
+    for dtype, kind, precision in ((torch.bfloat16, "*bf16", "tf32"), (torch.float32, "*fp32", "tf32x3")):
+        how = triton_delta.chunking(dtype)
+        types = states | {name: kind for name in ("q_ready", "k_ready", "read", "within")}
+        types |= {"own": "*fp32", "totals": "*fp32"}
+        shape = sizes | dict(C=how.tokens, PRECISION=precision, UPCAST=False)
+        on = {name: value for name, value in shape.items() if name != "CELLS"}
+        yield f"delta rule, chunks made ready, {dtype}", build(
+            triton_delta.ready_kernel, on | dict(BV=128, LEVELS=how.tokens.bit_length() - 1, ROWS=64), how.warps, arch,
+            types)
+        yield f"delta rule, chunk after chunk, {dtype}", build(
+            triton_delta.chunks_kernel, shape | dict(BV=how.values), how.warps_on, arch, types)
 
 
 def main() -> None:
