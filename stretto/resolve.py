@@ -678,7 +678,8 @@ class _Resolution:
         self._note("chat template", template, template or "the model's own")
         self._note("strict", strict, strict, "nothing was fitted" if strict else "")
         for name in ("slo_itl_ms", "max_sessions", "session_ttl", "session_queue", "session_file"):
-            self._note(name, getattr(schedule, name), getattr(schedule, name))
+            value = getattr(schedule, name)
+            self._note(name, value, "off" if value is None else value)
         return mixed, overlap, prefix
 
     def _lora(self) -> None:

@@ -10,7 +10,7 @@ from stretto.bench.compare import CompareError, table
 from stretto.bench.compare import compare as compare_results
 from stretto.bench.plots import PlotError, draw
 from stretto.cli.failures import CommandFailed
-from stretto.cli.findings import show
+from stretto.cli.screen import show
 
 WORSE = 4  # exit code of a comparison with figures beyond the tolerance
 KINDS = ("serve", "sweep", "latency", "throughput", "startup")

@@ -29,6 +29,7 @@ from stretto.cli.failures import CommandFailed
 from stretto.cli.findings import at_least, tell
 from stretto.cli.options import Json
 from stretto.cli.remote import find_model, key_of, server_address
+from stretto.cli.screen import error_screen
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class _Bench:
     """One workload and the servers that get it. Raises CommandFailed for options that cannot be."""
 
     def __init__(self, options: LoadOptions):
-        self.options, self.notes = options, Console(stderr=True, highlight=False)
+        self.options, self.notes = options, error_screen()
         self.limits = _check(options)
         self.conversations, self.workload = _conversations(options)
         self.targets = [_target(url, options) for url in options.url]
@@ -251,10 +252,9 @@ def _warn(found: dict[str, Any], notes: Console) -> None:
     for server in found["servers"]:
         if server["client_cpu"] > 0.8:
             notes.print(f"note: the client used {100 * server['client_cpu']:.0f} % of a core: what is measured of"
-                        f" {server['name']} may be the client", style="yellow", markup=False)
+                        f" {server['name']} may be the client", style="yellow")
         if not server["tokens_counted_by_server"]:
             notes.print(f"note: {server['name']} reports no usage: pieces of text are counted as tokens",
-                        style="yellow", markup=False)
+                        style="yellow")
         for error in server["errors"][:1]:
-            notes.print(f"{server['failed']} requests to {server['name']} failed; the first: {error}", style="red",
-                        markup=False)
+            notes.print(f"{server['failed']} requests to {server['name']} failed; the first: {error}", style="red")

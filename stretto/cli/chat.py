@@ -16,6 +16,7 @@ from rich.console import Console
 from stretto.cli.failures import CommandFailed
 from stretto.cli.options import ENGINE, EngineOptions
 from stretto.cli.prompting import converse
+from stretto.cli.screen import error_screen
 from stretto.cli.starting import expected_failures
 from stretto.engine.llm import LLM
 from stretto.params import ParameterError, SamplingParams
@@ -87,7 +88,7 @@ class Conversation:
 
 def run(engine: EngineOptions = ENGINE, answer: Options = ANSWER) -> int:
     """Chat with a model in the terminal, or answer one prompt."""
-    notes = Console(stderr=True, highlight=False)
+    notes = error_screen()
     named = engine.model.model
     if named is not None and " " in named and not Path(named).exists():
         raise CommandFailed(f"there is no model {named!r}: the model stands before the prompt; for the default model"
@@ -127,7 +128,7 @@ def _answer(conversation: Conversation, text: str, notes: Console) -> bool:
         print()
     except (RequestError, ChatTemplateError) as e:
         conversation.forget_last()
-        notes.print(f"error: {e}", style="red", markup=False)
+        notes.print(f"error: {e}", style="red")
         return False
     if conversation.options.stats and conversation.usage is not None:
         _print_stats(conversation.usage, time.perf_counter() - started, notes)

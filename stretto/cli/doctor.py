@@ -8,7 +8,6 @@ import platform
 import resource
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -18,11 +17,12 @@ from typing import Annotated, Literal
 import torch
 from cyclopts import Group, Parameter
 from huggingface_hub import constants
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from stretto.cli.failures import EXIT_FAILED, CommandFailed
 from stretto.cli.options import SERVER, ServerOptions
+from stretto.cli.screen import show
 from stretto.cli.starting import expected_failures
 from stretto.compat import ConfigError
 from stretto.config import MIB, Config, SpeculationSection, gib
@@ -72,7 +72,7 @@ def doctor(server: ServerOptions = SERVER, *,
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
-        Console(file=sys.stdout).print(_table(findings))
+        show(_table(findings))
     return EXIT_FAILED if any(finding.state == "fail" for finding in findings) else 0
 
 
@@ -82,7 +82,7 @@ def _table(findings: list[Finding]) -> Table:
         table.add_column(title, overflow="fold")
     styles = {"ok": "green", "warn": "yellow", "fail": "red"}
     for finding in findings:
-        table.add_row(f"[{styles[finding.state]}]{finding.state}[/]", finding.what, finding.found, finding.fix)
+        table.add_row(Text(finding.state, styles[finding.state]), finding.what, finding.found, finding.fix)
     return table
 
 
@@ -121,7 +121,7 @@ def _gpu() -> Iterator[Finding]:
 
 def _threads() -> Finding:
     cores, threads = usable_cores(), torch.get_num_threads()
-    found = f"{threads} threads on {cores} usable cores"
+    found = f"{threads} on {cores} usable cores"
     if threads > cores:
         return Finding("warn", "threads", found, f"set OMP_NUM_THREADS={cores}")
     return Finding("ok", "threads", found)

@@ -13,7 +13,6 @@ import httpx
 from cyclopts import Group, Parameter
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
@@ -21,6 +20,7 @@ from stretto.cli.failures import EXIT_FAILED, CommandFailed
 from stretto.cli.findings import at_least, tell
 from stretto.cli.options import Json
 from stretto.cli.remote import find_model, key_of, server_address
+from stretto.cli.screen import error_screen
 from stretto.evals.choices import Choices
 from stretto.evals.gsm8k import Gsm8k
 from stretto.evals.humaneval import HumanEval
@@ -128,7 +128,7 @@ def _file(named: str) -> Path:
 async def _evaluate(base: str, key: str | None, task: Task, examples: list[Record], shots: list[Record],
                     asking: Asking) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with Progress(console=Console(stderr=True)) as bar:
+    with Progress(console=error_screen()) as bar:
         counted = bar.add_task(task.name, total=len(examples))
         async with httpx.AsyncClient(base_url=base, headers=headers, timeout=None, trust_env=False,
                                      limits=httpx.Limits(max_connections=None)) as http:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.metadata import version
-
-from rich.console import Console
 
 from stretto.cli.failures import EXIT_REFUSED
 from stretto.cli.options import SERVER, Json, ServerOptions
 from stretto.cli.report import render
+from stretto.cli.screen import show
 from stretto.cli.starting import prepare_or_fail
 from stretto.compat import ConfigError
 from stretto.report import start_report
@@ -39,5 +37,5 @@ def explain(server: ServerOptions = SERVER, *, as_json: Json = False) -> int:
     if as_json:
         print(json.dumps(report, indent=2))
     else:
-        Console(file=sys.stdout).print(render(report))
+        show(render(report))
     return 0

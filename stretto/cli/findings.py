@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from stretto.cli.failures import CommandFailed
-
-WIDTH = 160  # of tables that go to a file or a pipe
+from stretto.cli.screen import show
 
 
 def at_least(options: Any, least: Mapping[str, float]) -> None:
@@ -36,8 +33,3 @@ def tell(found: Mapping[str, Any], path: Path | None, as_json: bool, table: Call
         print(text)
     else:
         show(table(found))
-
-
-def show(table: Table) -> None:
-    """On standard output, wide where that is no terminal."""
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH).print(table)

@@ -15,6 +15,7 @@ from cyclopts.config import Dict
 from rich.console import Console
 
 from stretto.cli.failures import told
+from stretto.cli.screen import error_screen
 from stretto.cli.sources import Settings, gather, read_units
 
 EPILOGUE = ("Every setting can also come from a variable (STRETTO_MAX_MODEL_LEN) or from the file named by --config or"
@@ -71,7 +72,7 @@ def run_app(tokens: Sequence[str], environment: dict[str, str], errors: Console)
         named = config or (Path(environment["STRETTO_CONFIG"]) if environment.get("STRETTO_CONFIG") else None)
         settings = gather(tokens, environment, named)
         for note in settings.notes:
-            errors.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+            errors.print(f"note: {note}", soft_wrap=True)
         app.config = _sources(settings)
         return app(settings.tokens)
 
@@ -86,4 +87,4 @@ def _sources(settings: Settings) -> list:
 
 def main() -> None:
     """Entry point of the `stretto` command."""
-    sys.exit(run_app(sys.argv[1:], dict(os.environ), Console(stderr=True)))
+    sys.exit(run_app(sys.argv[1:], dict(os.environ), error_screen()))

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
-from rich.console import Console
 
 from stretto.cli.failures import EXIT_REFUSED, CommandFailed, UsageError
 from stretto.cli.options import Json
+from stretto.cli.screen import show
 from stretto.config import parse_size
 from stretto.plan.hardware import Hardware, engine, find_hardware
 from stretto.plan.load import Load, Talk, parse_load, read_trace
@@ -114,7 +114,7 @@ def run(model: str, *, hw: str = "h200", load: str = "rate=1,prompt=64..2048,out
     if as_json:
         print(json.dumps(as_data(question, options), indent=2))
     else:
-        Console(file=sys.stdout).print(render(question, options))
+        show(render(question, options))
     return 0 if options[0].fits else EXIT_REFUSED
 
 

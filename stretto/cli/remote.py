@@ -19,6 +19,7 @@ from rich.table import Table
 
 from stretto.cli.failures import CommandFailed
 from stretto.cli.prompting import converse
+from stretto.cli.screen import error_screen, screen
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def chat(prompt: str | None = None, *, server: Options = SERVER, model: str | No
         if text is not None:
             _print_answer(talk, text)
             return 0
-        notes = Console(stderr=True, highlight=False)
+        notes = error_screen()
         return converse(talk.model, lambda line: _answer(talk, line, notes), talk.clear, notes)
 
 
@@ -157,7 +158,7 @@ def _answer(talk: _Conversation, text: str, notes: Console) -> None:
     try:
         _print_answer(talk, text)
     except CommandFailed as e:
-        notes.print(f"error: {e}", style="red", markup=False)
+        notes.print(f"error: {e}", style="red")
 
 
 def _print_answer(talk: _Conversation, text: str) -> None:
@@ -186,7 +187,7 @@ def ps(server: Options = SERVER, *, watch: Annotated[bool, Parameter(negative=()
         if as_json:
             print(json.dumps(found, indent=2))
             return 0
-        console = Console(file=sys.stdout)
+        console = screen()
         if not watch:
             console.print(_table(found, None))
             return 0

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.cli.failures import told
+from stretto.cli.screen import error_screen
 from stretto.cli.server import serve_here
 from stretto.config import Config
 from stretto.replicas.fleet import Fleet, Job
@@ -35,7 +36,7 @@ def serve_replicas(config: Config) -> int:
     places = place(config, gpus, usable_cores(), ports.replicas)
     bind(config.serve.host, config.serve.port).close()  # or somebody else's gateway would be taken for ours
     gateway = make_gateway(config.serve, ports.gateway, ports.metrics)
-    console = Console(stderr=True)
+    console = error_screen()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # of the fleet's own questions
 
     def on_ready() -> None:
@@ -99,7 +100,7 @@ def _render(report: dict[str, Any]) -> RenderableType:
 def main() -> None:
     """One replica."""
     config, index = pickle.loads(base64.b64decode(sys.argv[1]))
-    sys.exit(told(lambda: serve_here(config, index), Console(stderr=True)))
+    sys.exit(told(lambda: serve_here(config, index), error_screen()))
 
 
 if __name__ == "__main__":

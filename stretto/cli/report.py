@@ -55,7 +55,8 @@ def _facts(report: Mapping[str, Any]) -> Table:
 
 def _features(features: list[Mapping[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2), pad_edge=False, show_edge=False)
-    for title in ("feature", "asked", "now", "why"):
+    table.add_column("feature", no_wrap=True)
+    for title in ("asked", "now", "why"):
         table.add_column(title, overflow="fold")
     for decision in features:
         style = "yellow" if decision["changed"] else ""

@@ -19,6 +19,7 @@ from stretto.batch import BatchError, Tally, check_items, read_items, run_batch,
 from stretto.cli.failures import EXIT_FAILED, CommandFailed
 from stretto.cli.options import ENGINE, EngineOptions
 from stretto.cli.remote import key_of, server_address
+from stretto.cli.screen import error_screen
 from stretto.cli.server import START_CORE
 from stretto.config import Config
 from stretto.engine.client import EngineClient
@@ -59,7 +60,7 @@ def run(engine: EngineOptions = ENGINE, *, batch: Options) -> int:
 
     Exits with 1 if a request was not answered as asked.
     """
-    notes = Console(stderr=True, highlight=False)
+    notes = error_screen()
     config = engine.config()
     if batch.max_concurrency < 1:
         raise CommandFailed(f"--max-concurrency is {batch.max_concurrency}; it must be 1 or more")
@@ -72,16 +73,16 @@ def run(engine: EngineOptions = ENGINE, *, batch: Options) -> int:
     except BatchError as e:
         raise CommandFailed(str(e)) from e
     if len(done) >= count:
-        notes.print(f"all {count} requests have their answers in {batch.output_file}", markup=False)
+        notes.print(f"all {count} requests have their answers in {batch.output_file}")
         return 0
     try:
         tally = asyncio.run(_run(batch, config, count, done, notes))
     except (ModelNotFound, TokenizerError, GGUFError, EngineDead, OSError) as e:
         raise CommandFailed(str(e)) from e
     notes.print(f"{tally.answered} answered ({tally.prompt_tokens} prompt and {tally.completion_tokens} generated"
-                f" tokens), {tally.failed} failed, {len(done)} were there", markup=False)
+                f" tokens), {tally.failed} failed, {len(done)} were there")
     if tally.failed:
-        notes.print(f"the first failure: {tally.first_failure}", style="red", markup=False, soft_wrap=True)
+        notes.print(f"the first failure: {tally.first_failure}", style="red", soft_wrap=True)
     return EXIT_FAILED if tally.failed else 0
 
 

@@ -11,10 +11,10 @@ import time
 from dataclasses import replace
 
 import psutil
-from rich.console import Console
 
 from stretto.cli.failures import CommandFailed
 from stretto.cli.report import print_report
+from stretto.cli.screen import error_screen
 from stretto.compat import ConfigError, Refusal
 from stretto.config import Config
 from stretto.engine.locate import Deferred, locate
@@ -38,7 +38,7 @@ def serve_here(config: Config, replica: int | None = None) -> int:
     """Until SIGTERM or Ctrl-C. `replica`: its number where there are several of this configuration; the first of them
     prints the start-up report, which is that of all. Returns the exit code. Raises CommandFailed and ConfigError."""
     set_up_logging(config.serve.log_level, config.serve.log_format, "" if replica is None else f"replica {replica}")
-    settings, console = replace(serve_settings(config), replica=replica or 0), Console(stderr=True)
+    settings, console = replace(serve_settings(config), replica=replica or 0), error_screen()
 
     def find_model() -> Model:
         located = locate(config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +22,7 @@ from stretto.bench.soak import ACTIONS, Soak, SoakResult, Subject
 from stretto.bench.tiny import write_tiny
 from stretto.cli.failures import CommandFailed
 from stretto.cli.options import ENGINE, MODEL, EngineOptions, EngineSections, Json, ModelOptions
+from stretto.cli.screen import screen
 from stretto.cli.sources import gather, read_units
 from stretto.cli.starting import expected_failures, prepare_or_fail
 from stretto.config import Config
@@ -64,7 +64,7 @@ def parity(a: str, b: str, /, *, prompts: Path | None = None, output_tokens: int
     if as_json:
         print(json.dumps(asdict(found) | {"explained": found.explained}, indent=2))
     else:
-        _print_parity(found, texts, Console(file=sys.stdout))
+        _print_parity(found, texts, screen())
     return 0 if found.explained else DIFFERENT
 
 
@@ -147,7 +147,7 @@ def soak(model: ModelOptions = MODEL, *, soak: Options = SOAK, as_json: Json = F
     if as_json:
         print(json.dumps(vars(run.result), indent=2))
     else:
-        _print_soak(run.result, run.dtype, Console(file=sys.stdout))
+        _print_soak(run.result, run.dtype, screen())
     return DIFFERENT if run.result.wrong else 0
 
 

@@ -204,6 +204,16 @@ def test_doctor_without_a_model_says_what_it_cannot_try(stretto, monkeypatch: py
     assert ran.code == 0 and "settings" not in _findings(ran, "warn")
 
 
+def test_tables_show_brackets_as_they_are(stretto, monkeypatch: pytest.MonkeyPatch):
+    """`[suffix]` would be rich's markup, and "pip install 'stretto'" of no help; "[/]" would end the command."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setitem(sys.modules, PACKAGE, None)
+    ran = stretto("doctor", "--port", "0")
+    assert ran.code == 0 and "stretto[suffix]" in "".join(ran.out.split())
+    ran = stretto("doctor", "./[/]", "--port", "0")
+    assert ran.code == 1 and "[/]" in ran.out
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch):
     """An endpoint where nobody listens."""
