@@ -54,7 +54,7 @@ class MaskMaker:
 
     def __init__(self, vocab_size: int, threads: int | None = None):
         self._words = -(-vocab_size // 32)
-        self.threads = threads or max(1, min(16, (os.cpu_count() or 1) - 1))
+        self.threads = threads or max(1, min(16, _cores() - 1))
         self._pool: ThreadPoolExecutor | None = None
         self._alone: LLExecutor | None = None  # asked for one row at a time, which it makes on the thread that asks
         self.slow: list[list[int]] = []
@@ -125,6 +125,11 @@ class MaskMaker:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def _cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _withhold(bits: np.ndarray, ids: Sequence[int]) -> None:
