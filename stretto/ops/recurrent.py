@@ -125,17 +125,18 @@ def causal_conv_reference(x: torch.Tensor, weight: torch.Tensor, memory: PartMem
 
 # ---------------------------------------------------------------------------------------------------- gated delta rule
 def gated_delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor,
-                     memory: PartMemory, where: StateStep) -> torch.Tensor:
+                     memory: PartMemory, where: StateStep, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Gated delta networks (Yang et al. 2024, https://arxiv.org/abs/2412.06464): for each head and token
 
         S = exp(decay) S;    S = S + k (beta (v - k S));    out = q S            S [K, V], the state
 
     q, k [T, Hk, K], normed, q scaled; v [T, Hv, V], Hv a multiple of Hk; decay, beta [T, Hv]. All float32. Returns
-    [T, Hv, V]. One launch on CUDA."""
+    [T, Hv, V]. On CUDA one launch, two more where a row is long; `dtype`, the model's own, is what its chunks are
+    multiplied in there."""
     if q.is_cuda:
-        from stretto.ops.triton_recurrent import launch_delta_rule
+        from stretto.ops.triton_delta import launch_delta_rule
 
-        return launch_delta_rule(q, k, v, decay, beta, memory, where)
+        return launch_delta_rule(q, k, v, decay, beta, memory, where, dtype)
     return gated_delta_rule_reference(q, k, v, decay, beta, memory, where)
 
 

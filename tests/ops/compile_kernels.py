@@ -177,7 +177,7 @@ def recurrent_kernels(arch: int, pdl: bool):
     states = {name: "*fp32" for name in ("memory", "page_states", "out", "q", "k", "v", "decay", "beta")}
     states |= {"pages": "*i64", "rows": "*i64"}
     sizes = dict(CELLS=6, WIDTH=4, PDL=pdl)
-    yield "convolution", build(triton_recurrent.conv_kernel, sizes | dict(BLOCK=256), 4, arch, states)
+    yield "convolution", build(triton_recurrent.conv_kernel, sizes | dict(TOKENS=8, BLOCK=256), 4, arch, states)
     yield "its states", build(triton_recurrent.conv_state_kernel, sizes | dict(PAGE=16, BLOCK=64, COLUMNS=4), 4, arch,
                               states)
     sizes = dict(CELLS=6, HEADS=32, EACH=2, K=128, V=128, BK=128, BV=32, PDL=pdl)

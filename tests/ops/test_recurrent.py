@@ -11,7 +11,8 @@ from stretto.ops.recurrent import (
     causal_conv_reference,
     gated_delta_rule_reference,
 )
-from stretto.ops.triton_recurrent import launch_conv, launch_delta_rule
+from stretto.ops.triton_delta import Chunking, launch_delta_rule
+from stretto.ops.triton_recurrent import launch_conv
 from stretto.ragged import RaggedStep
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,17 +93,19 @@ def test_convolution(width, padding):
         check(lambda own: run(x, weight, own, where), right, kept, after, 1e-5)  # noqa: B023
 
 
-@pytest.mark.parametrize("padding, fixed", [(0, True), (9, False)])
-def test_delta_rule(padding, fixed):
-    """Rows are fed token by token, short ones together, long ones in segments between the states that are kept."""
-    step, heads, each, k_dim, v_dim = ragged(padding), 2, 2, 6, 40
-    where = StateStep.of(step, 0, CELLS, fixed)
+def delta_inputs(n: int, heads: int, each: int, k_dim: int, v_dim: int, alike: bool = False) -> tuple[torch.Tensor, ...]:
+    """q, k, v, decay, beta. `alike`: keys nearly equal, hardly any decay, every change nearly whole."""
     generator = torch.Generator().manual_seed(2)
-    n = len(step.ids)
-    q, k, v, decay, beta = (torch.randn(n, *shape, generator=generator).to(DEVICE) for shape in
-                            ((heads // each, k_dim), (heads // each, k_dim), (heads, v_dim), (heads,), (heads,)))
-    k, decay, beta = torch.nn.functional.normalize(k, dim=-1), -decay.abs(), beta.sigmoid()
-    kept = of_slots((heads, k_dim, v_dim))
+    shapes = ((heads // each, k_dim), (heads // each, k_dim), (heads, v_dim), (heads,), (heads,))
+    q, k, v, decay, beta = (torch.randn(n, *shape, generator=generator) for shape in shapes)
+    if alike:
+        k, decay, beta = 1 + 0.02 * k, 1e-3 * decay, beta + 4
+    k = torch.nn.functional.normalize(k, dim=-1)
+    return tuple(x.to(DEVICE) for x in (q, k, v, -decay.abs(), beta.sigmoid()))
+
+
+def delta_plainly(step: RaggedStep, where: StateStep, kept: PartMemory, q, k, v, decay, beta) -> tuple[list, PartMemory]:
+    each = v.shape[1] // q.shape[1]
 
     def one(state, token):
         q_t, k_t = (x[token].double().repeat_interleave(each, 0)[:, :, None] for x in (q, k))
@@ -111,6 +114,28 @@ def test_delta_rule(padding, fixed):
         state = state + k_t * change[:, None]
         return (state * q_t).sum(1), state
 
-    right, after = plainly(step, where, kept, one)
+    return plainly(step, where, kept, one)
+
+
+@pytest.mark.parametrize("padding, fixed", [(0, True), (9, False)])
+def test_delta_rule(padding, fixed):
+    """Rows are fed token by token, short ones together, long ones in segments between the states that are kept."""
+    step, heads, k_dim, v_dim = ragged(padding), 2, 6, 40
+    where = StateStep.of(step, 0, CELLS, fixed)
+    inputs = delta_inputs(len(step.ids), heads, 2, k_dim, v_dim)
+    kept = of_slots((heads, k_dim, v_dim))
+    right, after = delta_plainly(step, where, kept, *inputs)
     for run in (gated_delta_rule_reference, launch_delta_rule):
-        check(lambda own: run(q, k, v, decay, beta, own, where), right, kept, after, 1e-4)  # noqa: B023
+        check(lambda own: run(*inputs, own, where), right, kept, after, 1e-4)  # noqa: B023
+
+
+@pytest.mark.parametrize("dtype, chunk, short, alike, tolerance", [
+    (torch.float32, Chunking(16, 16), 2, False, 1e-4), (torch.float32, Chunking(16, 32), 11, True, 3e-4),
+    (torch.bfloat16, Chunking(64, 16), 11, False, 0.1), (torch.bfloat16, Chunking(16, 32), 2, True, 0.1)])
+def test_delta_rule_in_chunks(dtype, chunk, short, alike, tolerance):
+    """Chunks that end with the row or before it, states kept inside of them and at their ends, one row or several."""
+    step, heads, k_dim, v_dim = ragged(9), 2, 6, 40
+    where, kept = StateStep.of(step, 0, CELLS), of_slots((heads, k_dim, v_dim))
+    inputs = delta_inputs(len(step.ids), heads, 2, k_dim, v_dim, alike)
+    right, after = delta_plainly(step, where, kept, *inputs)
+    check(lambda own: launch_delta_rule(*inputs, own, where, dtype, short, chunk), right, kept, after, tolerance)

@@ -97,7 +97,7 @@ class GatedDeltaNet:
         q, k = (self._rows(_unit, part.unflatten(1, (s.k_heads, s.k_dim))) for part in (q, k))
         v, z = (part.unflatten(1, (s.v_heads, s.v_dim)) for part in (v, z))
         out = gated_delta_rule(q * s.k_dim**-0.5, k, v, self._rows(self._decay_of, a), self._rows(_share, b), delta,
-                               states.where)
+                               states.where, x.dtype)
         return self._rows(self._gated, out, z).flatten(1).to(x.dtype)
 
     def _rows(self, fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
