@@ -25,17 +25,22 @@ from stretto.cli.server import serve_here
 from stretto.config import Config
 from stretto.replicas.fleet import Fleet, Job
 from stretto.replicas.gateway import Gateway, make_gateway
-from stretto.replicas.placement import LOOPBACK, Place, choose_ports, place, usable_cores, visible_gpus
+from stretto.replicas.placement import LOOPBACK, Place, place, ports_after, usable_cores, visible_gpus
 from stretto.serve.server import bind
 
 
 def serve_replicas(config: Config) -> int:
     """Until SIGTERM or Ctrl-C. Returns the exit code. Raises ConfigError and OSError before anything is started."""
     gpus = () if config.model.device == "cpu" else visible_gpus()
-    ports = choose_ports(config.serve.port, config.serve.replicas)
-    places = place(config, gpus, usable_cores(), ports.replicas)
-    bind(config.serve.host, config.serve.port).close()  # or somebody else's gateway would be taken for ours
-    gateway = make_gateway(config.serve, ports.gateway, ports.metrics)
+    serve = config.serve
+    with (bind(serve.host, serve.port) as sock,  # or somebody else's gateway would be taken for ours
+          ports_after(sock, serve.port, serve.replicas) as ports):
+        places = place(config, gpus, usable_cores(), ports.replicas)
+        address = replace(serve, host=sock.getsockname()[0])  # gateways take no names
+        return _serve(config, places, make_gateway(address, ports.gateway, ports.metrics))
+
+
+def _serve(config: Config, places: Sequence[Place], gateway: Gateway) -> int:
     console = error_screen()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # of the fleet's own questions
 

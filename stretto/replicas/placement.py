@@ -7,7 +7,8 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from stretto.config import Config
 LOOPBACK = "127.0.0.1"  # only the gateway calls replicas
 PROBE_SECONDS = 120.0
 _NAMES_GPU = re.compile(r"\d|GPU-|MIG-")
+CAN_SHARE = sys.platform == "linux"  # a bound port with who listens there, where both have SO_REUSEADDR
 _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
 
@@ -69,15 +71,21 @@ class Ports(NamedTuple):
     metrics: int  # of the gateway
 
 
-def choose_ports(gateway: int, replicas: int) -> Ports:
-    """The ones after the gateway's, so that they are the same at the next start; or free ones where that is 0, all
-    chosen at one time, since a port that was given back may be given out again. Raises OSError that names a port which
-    is taken."""
-    if gateway == 0:
-        gateway, *others = free_ports([0] * (replicas + 2))
-    else:
-        others = free_ports([gateway + 1 + i for i in range(replicas + 1)])
-    return Ports(gateway, tuple(others[:-1]), others[-1])
+@contextmanager
+def ports_after(gateway: socket.socket, wanted: int, replicas: int) -> Iterator[Ports]:
+    """The ports after the gateway's, so that they are the same at the next start; or free ones where `wanted`, the port
+    that was asked for, is 0. `gateway` is bound to its own. Within the context nobody else is given any of them, also
+    while a replica is away. Raises OSError that names a port which is taken."""
+    own = gateway.getsockname()[1]
+    with ExitStack() as held:
+        found = [held.enter_context(reserved(LOOPBACK, own + i if wanted else 0, "replicas and the gateway's metrics"
+                                    " take the ports after --port: choose another --port, or 0 for free ones"))
+                 for i in range(1, replicas + 2)]
+        *others, metrics = (sock.getsockname()[1] for sock in found)
+        if not CAN_SHARE:
+            for sock in (gateway, *found):
+                sock.close()
+        yield Ports(own, tuple(others), metrics)
 
 
 def place(config: Config, gpus: Sequence[str], cores: Sequence[int], ports: Sequence[int]) -> tuple[Place, ...]:
@@ -98,22 +106,15 @@ def place(config: Config, gpus: Sequence[str], cores: Sequence[int], ports: Sequ
     return tuple(replace(share, port=port) for share, port in zip(shares, ports, strict=True))
 
 
-def free_ports(wanted: Sequence[int]) -> list[int]:
-    """These ports of the loopback address, 0 standing for any free one. Raises OSError that names one that is taken."""
-    sockets = []
+def reserved(host: str, port: int, remedy: str) -> socket.socket:
+    """Bound to that port, or to a free one for 0, and not listening: who means this very port may listen there beside
+    it (Linux, which all our programs ask for), and nobody else is given it. Raises OSError that names it."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        for port in wanted:
-            sock = socket.socket()
-            sockets.append(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind((LOOPBACK, port))
-                sock.listen(1)
-            except (OSError, OverflowError) as e:
-                why = getattr(e, "strerror", None) or e
-                raise OSError(f"cannot listen on {LOOPBACK}:{port}: {why}; replicas and the gateway's metrics take the"
-                              " ports after --port: choose another --port, or 0 for free ones") from e
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
+        sock.bind((host, port))
+    except (OSError, OverflowError) as e:
+        sock.close()
+        why = getattr(e, "strerror", None) or e
+        raise OSError(f"cannot listen on {host}:{port}: {why}; {remedy}") from e
+    return sock

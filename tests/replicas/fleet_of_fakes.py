@@ -4,6 +4,7 @@ CoreOptions and for the settings that replicas share, with those that only the g
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from stretto.logs import set_up_logging
 from stretto.replicas.fleet import Fleet, Job
 from stretto.replicas.gateway import PROGRAMS
 from stretto.replicas.offers import DEFAULT_GATEWAY
-from stretto.replicas.placement import Place, choose_ports, place
+from stretto.replicas.placement import LOOPBACK, Place, place, ports_after, reserved
 
 if __name__ == "__main__":
     python, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -24,8 +25,9 @@ if __name__ == "__main__":
                                                                      ("admin_api_key", "admin_keys"))}
     own = settings.pop("gateway", {})
     own |= {name: Path(own[name]) for name in ("ssl_certfile", "ssl_keyfile") if name in own}
+    held = contextlib.ExitStack()  # until this program ends
     serve = ServeSection(port=0, replicas=count, **keys, **own)
-    ports = choose_ports(0, count)
+    ports = held.enter_context(ports_after(held.enter_context(reserved(LOOPBACK, 0, "")), 0, count))
     places = place(Config(serve=serve), (), (), ports.replicas)
     gateway = PROGRAMS[serve.gateway or DEFAULT_GATEWAY](python, port, ports.metrics, serve)
 

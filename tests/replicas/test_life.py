@@ -21,7 +21,7 @@ import pytest
 from stretto.config import Config, ServeSection
 from stretto.replicas.fleet import Fleet, Job
 from stretto.replicas.gateway import VllmRouter
-from stretto.replicas.placement import Place, choose_ports, place
+from stretto.replicas.placement import LOOPBACK, Place, Ports, place, ports_after, reserved
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = "tests.replicas.stand_ins"
@@ -30,9 +30,9 @@ STAND_INS = "tests.replicas.stand_ins"
 class Life:
     """A fleet in this process, its parts in their own."""
 
-    def __init__(self, folder: Path, count: int, restarts: int, fails: dict[int, int], faults: dict[str, str | float]):
-        serve = ServeSection(port=0, replicas=count)
-        ports = choose_ports(0, count)
+    def __init__(self, folder: Path, ports: Ports, restarts: int, fails: dict[int, int],
+                 faults: dict[str, str | float]):
+        serve = ServeSection(port=0, replicas=len(ports.replicas))
         self.places = place(Config(serve=serve), (), (), ports.replicas)
         self.gateway = VllmRouter(sys.executable, ports.gateway, ports.metrics, serve)
         self.ready, self.fails, self._journal = asyncio.Event(), fails, folder / "journal"
@@ -78,8 +78,9 @@ class Life:
 @contextlib.asynccontextmanager
 async def life(count: int = 2, restarts: int = 3, faults: dict[str, str | float] | None = None,
                **fails: int) -> AsyncIterator[tuple[Life, asyncio.Task[int]]]:
-    with tempfile.TemporaryDirectory() as folder:
-        made = Life(Path(folder), count, restarts, {int(name[-1]): code for name, code in fails.items()}, faults or {})
+    with (tempfile.TemporaryDirectory() as folder, reserved(LOOPBACK, 0, "") as gateway,
+          ports_after(gateway, 0, count) as ports):
+        made = Life(Path(folder), ports, restarts, {int(name[-1]): code for name, code in fails.items()}, faults or {})
         running = asyncio.create_task(made.fleet.run(made.ready.set))
         try:
             yield made, running

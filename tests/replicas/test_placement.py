@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -23,8 +24,9 @@ from stretto.compat import ConfigError
 from stretto.config import Config, LoraSection, ModelSection, ParallelSection, ScheduleSection, ServeSection
 from stretto.replicas import tether
 from stretto.replicas.gateway import Gateway, Smg, VllmRouter, find_python
-from stretto.replicas.placement import Place, free_ports, place, visible_gpus
+from stretto.replicas.placement import CAN_SHARE, LOOPBACK, Place, place, ports_after, reserved, visible_gpus
 from stretto.resolve import check_values
+from stretto.serve.server import bind
 
 PORTS = (8001, 8002)  # of two replicas
 
@@ -54,9 +56,32 @@ def test_too_few_gpus_are_refused_with_both_names(asked: int, gpus: int, ranks: 
 
 
 def test_a_taken_port_is_named():
-    (port,) = free_ports([0])
-    with pytest.raises(OSError, match=f"127.0.0.1:{port}.*choose another --port"):
-        free_ports([port, port])
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: .*choose another"):
+            reserved(LOOPBACK, port, "choose another")
+    with (reserved(LOOPBACK, 65535, "") as last,
+          pytest.raises(OSError, match=r"127.0.0.1:65536: .*choose another --port, or 0 for free ones"),
+          ports_after(last, 65535, 1)):
+        pass
+
+
+@pytest.mark.skipif(not CAN_SHARE, reason="other systems let nobody listen beside a bound port")
+def test_ports_are_kept_for_those_who_mean_them():
+    """Before the start, and while a replica is away: it may listen there, and nobody else is given its port."""
+    with reserved(LOOPBACK, 0, "") as gateway, ports_after(gateway, 0, 2) as ports:
+        kept = (ports.gateway, *ports.replicas, ports.metrics)
+        assert len(set(kept)) == 4
+        for port in kept:
+            with socket.socket() as stranger, pytest.raises(OSError):
+                stranger.bind((LOOPBACK, port))
+            bind(LOOPBACK, port).close()
+            with socket.create_server((LOOPBACK, port)), socket.create_connection((LOOPBACK, port)):
+                pass
+            with socket.create_server((LOOPBACK, port)):  # again, as after a restart
+                pass
+    with socket.create_server((LOOPBACK, kept[1])):
+        pass
 
 
 def test_visible_gpus_are_those_that_the_variable_names(monkeypatch: pytest.MonkeyPatch):
@@ -89,10 +114,13 @@ def test_a_probe_that_does_not_end_is_told_in_a_line(monkeypatch: pytest.MonkeyP
 class _Sockets:
     """Stands for the socket module: a free port is the lowest that nobody holds."""
 
-    SOL_SOCKET = SO_REUSEADDR = 0
+    AF_INET = SOL_SOCKET = SO_REUSEADDR = 0
     held: ClassVar[set[int]] = set()
 
-    class socket:
+    class socket(contextlib.AbstractContextManager):
+        def __init__(self, family: int):
+            pass
+
         def setsockopt(self, *option: int) -> None:
             pass
 
@@ -100,14 +128,14 @@ class _Sockets:
             self.port = address[1] or next(port for port in range(50_000, 60_000) if port not in _Sockets.held)
             _Sockets.held.add(self.port)
 
-        def listen(self, backlog: int) -> None:
-            pass
-
         def getsockname(self) -> tuple[str, int]:
-            return "127.0.0.1", self.port
+            return LOOPBACK, self.port
 
         def close(self) -> None:
-            _Sockets.held.remove(self.port)
+            _Sockets.held.discard(self.port)
+
+        def __exit__(self, *error: object) -> None:
+            self.close()
 
 
 @pytest.mark.parametrize("port", [0, 8000])
@@ -119,17 +147,26 @@ def test_gateway_replicas_and_metrics_have_ports_of_their_own(monkeypatch: pytes
             made.append((places, gateway))
 
         async def run(self, on_ready: object) -> int:
+            assert not CAN_SHARE or len(_Sockets.held) == 4, "somebody else may be given one"
             return 7
 
     monkeypatch.setattr("stretto.replicas.placement.socket", _Sockets)
     monkeypatch.setattr("stretto.replicas.gateway.find_python", lambda *names: "python")
-    monkeypatch.setattr("stretto.cli.replicas.bind", lambda host, port: io.BytesIO())
+    monkeypatch.setattr("stretto.cli.replicas.bind", lambda host, port: reserved(host, port, ""))
     monkeypatch.setattr("stretto.cli.replicas.Fleet", NoFleet)
     asked = config(2, device="cpu")
-    assert serve_replicas(replace(asked, serve=replace(asked.serve, port=port))) == 7
+    assert serve_replicas(replace(asked, serve=replace(asked.serve, port=port, host="localhost"))) == 7
     ((places, gateway),) = made
     ports = [gateway.port, *(one.port for one in places), gateway.metrics_port]
     assert ports == ([8000, 8001, 8002, 8003] if port else [50_000, 50_001, 50_002, 50_003])
+    assert gateway.argv[gateway.argv.index("--host") + 1] == LOOPBACK, "gateways take no names"
+    assert not _Sockets.held
+
+
+def test_a_host_that_is_none_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("stretto.cli.replicas.Fleet", None)
+    with pytest.raises(OSError, match=r"cannot listen on no\.such\.host\.invalid:0: .*; choose another --host"):
+        serve_replicas(config(2, device="cpu", host="no.such.host.invalid"))
 
 
 @pytest.mark.parametrize("serve, names", [
