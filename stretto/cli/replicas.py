@@ -25,15 +25,14 @@ from stretto.cli.server import serve_here
 from stretto.config import Config
 from stretto.replicas.fleet import Fleet, Job
 from stretto.replicas.gateway import Gateway, make_gateway
-from stretto.replicas.placement import LOOPBACK, Place, place, ports_after, usable_cores, visible_gpus
-from stretto.serve.server import bind
+from stretto.replicas.placement import LOOPBACK, Place, place, ports_after, reserved, usable_cores, visible_gpus
 
 
 def serve_replicas(config: Config) -> int:
     """Until SIGTERM or Ctrl-C. Returns the exit code. Raises ConfigError and OSError before anything is started."""
     gpus = () if config.model.device == "cpu" else visible_gpus()
     serve = config.serve
-    with (bind(serve.host, serve.port) as sock,  # or somebody else's gateway would be taken for ours
+    with (reserved(serve.host, serve.port, "choose another --host or --port") as sock,
           ports_after(sock, serve.port, serve.replicas) as ports):
         places = place(config, gpus, usable_cores(), ports.replicas)
         address = replace(serve, host=sock.getsockname()[0])  # gateways take no names

@@ -39,6 +39,7 @@ from stretto.serve.settings import ServeSettings
 from stretto.serve.tracing import otlp_provider
 
 LAST_ANSWERS_SECONDS = 5.0  # for clients of a dead engine, or of an aborted request, to get their error
+BACKLOG = 2048  # connections that wait to be accepted, as uvicorn has it
 KEEP_ALIVE_SECONDS = 75  # longer than the usual 60 s of a proxy, so that the proxy closes first
 
 log = logging.getLogger(__name__)
@@ -109,9 +110,10 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
+        sock.listen(BACKLOG)  # now: of two who are only bound, both would believe that the address is theirs
     except OSError as e:
         sock.close()
-        raise OSError(e.errno, f"cannot listen on {host}:{port}: {e.strerror}; choose another --host or --port") from e
+        raise OSError(f"cannot listen on {host}:{port}: {e.strerror}; choose another --host or --port") from e
     return sock
 
 
@@ -126,9 +128,10 @@ def bind_unix(path: Path) -> socket.socket:
                     raise OSError(errno.EADDRINUSE, "another server listens there")
             path.unlink()
         sock.bind(str(path))
+        sock.listen(BACKLOG)
     except OSError as e:
         sock.close()
-        raise OSError(e.errno, f"cannot listen on {path}: {e.strerror}; choose another --uds") from e
+        raise OSError(f"cannot listen on {path}: {e.strerror}; choose another --uds") from e
     return sock
 
 
@@ -170,8 +173,15 @@ class _Server:
             raise OSError(f"{pair} cannot be used: {e}") from e
         server = _Uvicorn(config)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
+        running = asyncio.create_task(self._run_engine(url_of(sock, settings.ssl_certfile is not None)))
         try:
-            return await self._run_engine(url_of(sock, settings.ssl_certfile is not None))
+            await asyncio.wait((serving, running), return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():  # nobody would hear of an engine behind no server
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+                serving.result()
+                raise OSError("the HTTP server has ended")
+            return running.result()
         finally:
             server.should_exit = True
             await serving

@@ -26,7 +26,6 @@ from stretto.replicas import tether
 from stretto.replicas.gateway import Gateway, Smg, VllmRouter, find_python
 from stretto.replicas.placement import CAN_SHARE, LOOPBACK, Place, place, ports_after, reserved, visible_gpus
 from stretto.resolve import check_values
-from stretto.serve.server import bind
 
 PORTS = (8001, 8002)  # of two replicas
 
@@ -75,7 +74,6 @@ def test_ports_are_kept_for_those_who_mean_them():
         for port in kept:
             with socket.socket() as stranger, pytest.raises(OSError):
                 stranger.bind((LOOPBACK, port))
-            bind(LOOPBACK, port).close()
             with socket.create_server((LOOPBACK, port)), socket.create_connection((LOOPBACK, port)):
                 pass
             with socket.create_server((LOOPBACK, port)):  # again, as after a restart
@@ -152,7 +150,6 @@ def test_gateway_replicas_and_metrics_have_ports_of_their_own(monkeypatch: pytes
 
     monkeypatch.setattr("stretto.replicas.placement.socket", _Sockets)
     monkeypatch.setattr("stretto.replicas.gateway.find_python", lambda *names: "python")
-    monkeypatch.setattr("stretto.cli.replicas.bind", lambda host, port: reserved(host, port, ""))
     monkeypatch.setattr("stretto.cli.replicas.Fleet", NoFleet)
     asked = config(2, device="cpu")
     assert serve_replicas(replace(asked, serve=replace(asked.serve, port=port, host="localhost"))) == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,8 +22,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import uvicorn
 
-from stretto.serve.server import bind, bind_unix, url_of
+from stretto.serve.server import _Server, bind, bind_unix, url_of
 from stretto.serve.settings import ServeSettings
 from tests.serve.conftest import events
 
@@ -231,6 +233,25 @@ def test_a_taken_port_is_named_before_anything_loads():
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
             bind("127.0.0.1", port)
+
+
+def test_of_two_servers_that_start_at_once_one_has_the_port():
+    """Bound and not listening, both would have it, and one would wait for calls that never come."""
+    with bind("127.0.0.1", 0) as first, pytest.raises(OSError, match=r"cannot listen on 127.0.0.1:.*choose another"):
+        bind(*first.getsockname())
+
+
+async def test_an_engine_behind_no_http_server_ends(monkeypatch: pytest.MonkeyPatch):
+    async def breaks(self: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        raise OSError("no descriptors are left")
+
+    async def waits(self: _Server, url: str) -> int:
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(uvicorn.Server, "serve", breaks)
+    monkeypatch.setattr(_Server, "_run_engine", waits)
+    with bind("127.0.0.1", 0) as sock, pytest.raises(OSError, match="no descriptors are left"):
+        await asyncio.wait_for(_Server(lambda: None, ServeSettings(), None).run(sock), 10)
 
 
 def test_urls():
