@@ -25,7 +25,7 @@ from stretto.ops.triton_fp8 import scales_at
 
 # One aligned 64-byte record: 0 first token, 1 tokens, 2 position of the first token, 3 first cell, 4 end cell, 5 slot,
 # 6 where the partial sums go (-1: written directly), 7 number of the tile, 8 splits of the tile, 9 partial sums of the
-# tile's first split, 10 distance between the partial sums of two splits.
+# tile's first split, 10 distance between the partial sums of two splits, 11 end of the row's cells.
 ITEM_WORDS = 16
 LOWEST = tl.constexpr(-1.0e30)  # below every logit; finite, so that differences of it are no NaN
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -128,6 +128,7 @@ def _write_items(items, arrivals, offset, before, last, tiles, n, first, split, 
         tl.store(p + 8, tl.zeros_like(j) + n, mask=ok)
         tl.store(p + 9, partial + at, mask=ok)
         tl.store(p + 10, tl.zeros_like(j) + q, mask=ok)
+        tl.store(p + 11, tl.zeros_like(j) + base + q, mask=ok)
         for head in tl.static_range(HEADS_KV):
             tl.store(arrivals + tile * HEADS_KV + head, tl.zeros_like(j), mask=ok & (s == 0))
 

@@ -23,6 +23,7 @@ from stretto.ragged import RaggedStep
 
 INTERPRETED = isinstance(attend_kernel, InterpretedFunction)  # TRITON_INTERPRET=1: the kernels run on the CPU
 MAX_HEAD_DIM = 256
+HOPPER = 90
 FP8_ARCH = 89  # the first whose multiprocessors convert e4m3
 
 
@@ -52,7 +53,8 @@ class TritonRagged:
     """AttentionBackend. The workspace of partial sums is shared by every step: run one step at a time.
 
     `config` overrides the tile table; `workspace_bytes` bounds the partial sums of one step. `fixed`: every row is a
-    chunk whose keys are not split, so that a token's result does not depend on what is beside it (`tiles.unsplit`)."""
+    chunk whose keys are not split, so that a token's result does not depend on what is beside it (`tiles.unsplit`).
+    `hopper`: chunks go to `gluon_chunks` where that serves them (on sm_90); False: to the kernel of all devices."""
 
     caps = AttnCaps(page_sizes=None, head_dims=frozenset(range(1, MAX_HEAD_DIM + 1)), window=True, sinks=True,
                     softcap=True, empty_rows=True, host_lengths="none", graphs=True,
@@ -60,11 +62,11 @@ class TritonRagged:
                     kv_dtypes=frozenset({"float32", "bfloat16", "float16", "fp8_e4m3"}))
 
     def __init__(self, device: torch.device, dtype: torch.dtype, config: KernelConfig | None = None,
-                 workspace_bytes: int = 128 << 20, fixed: bool = False):
+                 workspace_bytes: int = 128 << 20, fixed: bool = False, hopper: bool = True):
         if device.type == "cpu" and not INTERPRETED:
             raise ValueError("the Triton attention backend runs on CUDA devices; on the CPU choose the torch backend,"
                              " or set TRITON_INTERPRET=1 to test the kernels there")
-        self.dtype, self.config, self.fixed = dtype, config, fixed
+        self.dtype, self.config, self.fixed, self.hopper = dtype, config, fixed, hopper
         self.arch, self.n_sm = 80, 2
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
@@ -128,6 +130,14 @@ class TritonRagged:
         most = n_tokens if step.most_tokens is None else min(n_tokens, step.most_tokens)
         return most * (layer.n_heads // layer.n_kv_heads) <= plan.tiles[1].rows and not self.fixed
 
+    def _on_hopper(self, layer: LayerSpec, tile: Tile, q: torch.Tensor, k_cache: torch.Tensor) -> bool:
+        """Whether the chunks of this call go to the kernel for sm_90 (`gluon_chunks`)."""
+        if self.arch != HOPPER or self.fixed or not self.hopper or q.dtype != k_cache.dtype:
+            return False
+        from stretto.attn.gluon_chunks import serves  # imports gluon
+
+        return serves(layer, tile.rows, k_cache)
+
     def _check(self, layer: LayerSpec, plan: object, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                sinks: torch.Tensor | None, scales: KVScales | None) -> RaggedPlan:
         if not isinstance(plan, RaggedPlan):
@@ -155,6 +165,12 @@ class TritonRagged:
         out_scale = LOG2E.value * (softcap or layer.scale)
         heads = self.capacity(layer) * layer.n_heads
         partial_out, partial_lse = self.workspace[: heads * layer.head_dim], self.workspace[heads * layer.head_dim :]
+        if kind == 0 and self._on_hopper(layer, tile, q, k_cache):
+            from stretto.attn.gluon_chunks import launch_chunks  # imports gluon
+
+            launch_chunks(self.n_sm, layer, q, k_cache, v_cache, table, plan.items, plan.counts, plan.arrivals, out,
+                          partial_out, partial_lse, sinks, (in_scale, out_scale), ITEM_WORDS)
+            return
         overlap = self.arch >= 90  # programmatic dependent launch: the second launch does not wait for the first
         attend_kernel[(tile.programs * self.n_sm,)](
             q, k_cache, v_cache, *(scales or (q, q)), table, plan.items, plan.counts, plan.arrivals, step.cu_q, out,
