@@ -9,16 +9,24 @@ At each point the same rows run on while policies take turns: none, 1, 3, 5 and 
 many tokens a step has, and elastic. Each round fills the rows anew and gives every policy so many steps, in an order
 that rotates; a round before them captures graphs and does not count. Told is each policy's rate, and elastic's over
 those of the best fixed width and of the rule, paired by round. Contexts grow during a round, so every policy has a
-turn in its first half and one in its second, in the opposite order.
+turn in its first half and one in its second, in the opposite order. Fixed widths that are far from the best one in the
+first round that counts have no more turns.
 
     round     | fill rows (no model runs) | none | 1 | 3 | 5 | 7 | tokens | elastic | elastic | tokens | ... | none |
     window    | lead: drafts of the policy before | steps that count                 |
 
+Where prompts arrive, a window is work in place of steps, the same for every policy: so many prompts, each when 512 more
+tokens were generated, and as many tokens. It ends when the tokens are there and the prompts are fed.
+
+    tokens    |---- 256 ----|---- 512 ----|---- 512 ----|---- 256 ----|
+    prompts              first         second        third
+
 The model's last norm is zero, so all logits are equal, every sampled id is 0, and a drafter can be right as often as it
 is told to be. KV memory holds noise. A window's tokens are those that its verified drafts bring on average at the
 scripted acceptance, so that luck does not hide differences of a percent; `luck` is what was accepted over that. Steps
-in which a graph is captured are left out, as they are a server's first ones (`left_out`: of elastic's). Point `idle`:
-an engine without drafter against one whose drafter finds nothing.
+in which a graph is captured are left out, as they are a server's first ones (`left_out`: of elastic's); a prompt that
+was fed in one comes again. `sizes` are elastic's steps by the tokens that were computed: their number, their mean time
+in ms and what the cost model had said. Point `idle`: an engine without drafter against one whose drafter finds nothing.
 """
 
 from __future__ import annotations
@@ -47,6 +55,8 @@ from stretto.host.cost import CostModel, StepWork
 from stretto.host.elastic import Choice, Demand, Elastic
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
+from stretto.host.sizes import is_first
+from stretto.host.turn import Turn
 from stretto.model.api import CausalModel
 from stretto.model.config import ModelConfig
 from stretto.model.load import build_model
@@ -62,6 +72,8 @@ FIXED = (0, 1, 3, 5, 7)
 GROWTH = 1200  # cells that a row may grow by in a round
 LEAD = 3  # steps of a window that do not count: they verify what the policy before had proposed
 WARM = 60  # steps of elastic in each half of the first round: it gathers which sizes of steps pay
+FAR = 0.85  # of the best fixed width, below which one has no more turns
+TOKENS_A_ROW = 1.4  # of a step, about, so that windows with prompts are as long as those without
 ARRIVING = 32  # rows for prompts that arrive meanwhile
 TOY = dict(architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=128, num_hidden_layers=2,
            num_attention_heads=4, num_key_value_heads=2, vocab_size=512, max_position_embeddings=16384,
@@ -154,6 +166,8 @@ class Turns(Elastic):
         self.widths, self.counters = self.now.widths, self.now.counters
         self.tokens = self.emitted = 0.0
         self.left_out = 0  # steps of elastic that do not count
+        self.ours = policies["elastic"]
+        self.counting, self.sizes = False, dict[int, list[float]]()  # of elastic: steps, seconds, seconds foretold
         self.table = np.ones((slots, 1 + WIDTH))  # [slots, drafts]: tokens that so many verified drafts bring
 
     def choose(self, demand: Demand) -> Choice:
@@ -163,6 +177,10 @@ class Turns(Elastic):
         self.now.launched(*args)  # type: ignore[arg-type]
 
     def ran(self, result: StepResult, seconds: float) -> None:
+        flight = self.now._flights.get(result.seq)
+        if self.counting and self.now is self.ours and flight is not None:
+            sums = self.sizes.setdefault(int(self.ours.cost.computed(flight.work, flight.work.tokens)), [0, 0.0, 0.0])
+            sums[:] = [a + b for a, b in zip(sums, (1, seconds, self.ours.cost.seconds(flight.work)))]
         self.now.ran(result, seconds)
         rows = [(row.slot, row.verified, len(row.new)) for row in result.rows if row.new]
         if rows:
@@ -233,7 +251,8 @@ class Bench:
         self.runner = Runner(self.model, backend, kv, table, self.drafter)
         self.device: DeviceHalf = (CudaDevice(self.runner, self.where) if device == "cuda"
                                    else InlineDevice(self.runner))
-        shapes = [s for s in usual_shapes(seqs - ARRIVING, 1 + WIDTH, WIDTH) if not s.sampled]
+        shapes = [s for s in usual_shapes(seqs - ARRIVING, 1 + WIDTH, WIDTH)
+                  if not s.sampled and is_first(s.rows, s.tokens or 0)]
         self.device.warm_up([replace(s, draft_width=w) for s in shapes for w in (0, WIDTH)])
         self.limits = HostLimits(page_size=PAGE, pages=(pages,) * len(groups), windows=tuple(g.window for g in groups),
                                  max_slots=seqs + 1, max_model_len=context, chunk=2048, budget=8192, width=WIDTH,
@@ -270,7 +289,7 @@ class Bench:
         self.runner.model = Blind(self.model)  # type: ignore[assignment]
         for row in range(rows):
             self.submit(core, f"row {row}", [1] * context, self.limits.max_model_len - context - 1)
-        while core.host.queue or any(turn.lease.lo < turn.fill_to for turn in core.host.slots.running if turn.lease):
+        while core.host.queue or any(map(_is_fed, core.host.slots.running)):
             core.step()
         self.runner.execute, self.runner.model = execute, self.model
 
@@ -290,26 +309,39 @@ class Bench:
         core = self.engine(turns)
         rates: dict[str, list[float]] = {name: [] for name in names}
         for round_ in range(-1, min(rounds, 2) if point.drifts else rounds):
-            order = names[round_ % len(names) :] + names[: round_ % len(names)]
-            found = {name: [0.0, 0.0] for name in names}
-            for i, name in enumerate(order if point.drifts else order + order[::-1]):
-                if i == 0 or point.drifts:
-                    self.empty(core, turns)
-                    self.fill(core, point.rows, max(64, point.context - GROWTH // 4))
-                turns.turn_to(name)
-                window = self.window(core, turns, point, steps if round_ >= 0 or name != "elastic" else WARM)
-                found[name] = [a + b for a, b in zip(found[name], window)]
-            for name, (tokens, seconds) in found.items() if round_ >= 0 else ():
-                rates[name].append(tokens / max(seconds, 1e-9))
+            shift = round_ % len(names)
+            for name, rate in self.round(core, turns, point, names[shift:] + names[:shift], steps, round_ < 0).items():
+                rates[name] += [rate] if round_ >= 0 else []
+            if round_ == 0:
+                best = max(rates[str(k)][0] for k in FIXED)
+                names = [name for name in names if not name.isdigit() or rates[name][0] > FAR * best]
         self.empty(core, turns)
         return _told(point, rates, policies["elastic"], turns)
 
+    def round(self, core: EngineCore, turns: Turns, point: Point, names: list[str], steps: int,
+              first: bool) -> dict[str, float]:
+        """Tokens a second of each policy."""
+        found = {name: [0.0, 0.0] for name in names}
+        for i, name in enumerate(names if point.drifts else names + names[::-1]):
+            if i == 0 or point.drifts:
+                self.empty(core, turns)
+                self.fill(core, point.rows, max(64, point.context - GROWTH // 4))
+            turns.turn_to(name)
+            turns.counting = not first
+            window = self.window(core, turns, point, WARM if first and name == "elastic" else steps)
+            turns.counting = False
+            found[name] = [a + b for a, b in zip(found[name], window)]
+        return {name: tokens / max(seconds, 1e-9) for name, (tokens, seconds) in found.items()}
+
     def window(self, core: EngineCore, turns: Turns, point: Point, steps: int) -> tuple[float, float]:
         """(tokens, seconds) of the steps that count. Where acceptance drifts, it changes within the window."""
+        if point.prompts:
+            self.set_chances(core, turns, point.chances()[0])
+            return self.work(core, turns, max(1, round(TOKENS_A_ROW * point.rows * steps / PROMPT)))
         tokens = seconds = 0.0
         for part, chances in enumerate(point.chances()):
             self.set_chances(core, turns, chances)
-            found = self.part(core, turns, point, LEAD if part == 0 else 0, 2 * steps if point.drifts else steps)
+            found = self.part(core, turns, LEAD if part == 0 else 0, 3 * steps if point.drifts else steps)
             tokens, seconds = tokens + found[0], seconds + found[1]
         return tokens, seconds
 
@@ -321,26 +353,48 @@ class Bench:
         self.drafter.chance.copy_(torch.from_numpy(chance))
         turns.expect(chance)
 
-    def part(self, core: EngineCore, turns: Turns, point: Point, lead: int, steps: int) -> tuple[float, float]:
+    def part(self, core: EngineCore, turns: Turns, lead: int, steps: int) -> tuple[float, float]:
         """(tokens, seconds) of `steps` steps after the first `lead`."""
-        tokens = seconds = owed = 0.0
-        clean = True
-        for step in range(lead + steps):
-            if owed >= PROMPT:
-                owed -= PROMPT
-                self.sent += 1
-                prompt = torch.randint(0, self.model.vocab_size, (PROMPT,)).tolist()
-                self.submit(core, f"prompt {self.sent}", prompt, 16)
-            graphs, before, began = self.graphs(), turns.tokens, time.perf_counter()
+        for _ in range(lead):
             core.step()
-            took, came = time.perf_counter() - began, turns.tokens - before
-            owed += came if point.prompts else 0
-            was_clean, clean = clean, self.graphs() == graphs
-            if step >= lead and clean and was_clean:
+        clean, tokens, seconds = True, 0.0, 0.0
+        for _ in range(steps):
+            was_clean, (clean, came, took) = clean, self.step(core, turns)
+            if clean and was_clean:
                 tokens, seconds = tokens + came, seconds + took
-            elif step >= lead:
-                turns.left_out += turns.now is turns.policies["elastic"]
+            else:
+                turns.left_out += turns.now is turns.ours
         return tokens, seconds
+
+    def work(self, core: EngineCore, turns: Turns, prompts: int) -> tuple[float, float]:
+        """(tokens, seconds) of so many prompts and the tokens that bring them about."""
+        for _ in range(LEAD):
+            core.step()
+        counters, clean, sent = core.host.counters, True, 0
+        tokens = seconds = fed = 0.0
+        while tokens < prompts * PROMPT or fed < prompts * PROMPT:
+            waiting = core.host.queue or any(map(_is_fed, core.host.slots.running))
+            again = tokens >= prompts * PROMPT and not waiting  # one was fed in a step that does not count
+            if again or (sent < prompts and tokens >= (sent + 0.5) * PROMPT):
+                sent += 1
+                self.send(core)
+            before = counters.chunk_tokens
+            was_clean, (clean, came, took) = clean, self.step(core, turns)
+            if clean and was_clean:
+                tokens, seconds, fed = tokens + came, seconds + took, fed + counters.chunk_tokens - before
+            else:
+                turns.left_out += turns.now is turns.ours
+        return tokens, seconds
+
+    def send(self, core: EngineCore) -> None:
+        self.sent += 1
+        self.submit(core, f"prompt {self.sent}", torch.randint(0, self.model.vocab_size, (PROMPT,)).tolist(), 16)
+
+    def step(self, core: EngineCore, turns: Turns) -> tuple[bool, float, float]:
+        """(whether no graph was captured, tokens, seconds)."""
+        graphs, before, began = self.graphs(), turns.tokens, time.perf_counter()
+        core.step()
+        return self.graphs() == graphs, turns.tokens - before, time.perf_counter() - began
 
     def graphs(self) -> tuple[int, int]:
         """How many were captured, and how many shapes were seen."""
@@ -358,6 +412,7 @@ class Bench:
         with_drafter, without = self.engine(turns), self.engine(None)
         execute, plain = self.runner.execute, self.plain_executor()
         self.drafter.offers.fill_(0)
+        turns.counting = True
         taken: dict[str, list[float]] = {"on": [], "off": []}
         for round_ in range(-1, rounds):
             for name, core in (("on", with_drafter), ("off", without))[:: 1 - 2 * (round_ % 2)]:
@@ -367,14 +422,17 @@ class Bench:
                 self.fill(core, rows, IDLE_CONTEXT)
                 turns.turn_to("elastic")
                 seconds = self.step_seconds(core, 4 * steps)
+                turns.sizes = {} if round_ < 0 else turns.sizes
                 self.empty(core, turns)
                 if round_ >= 0:
                     taken[name].append(seconds)
         self.runner.execute, self.runner.drafter = execute, self.drafter
         self.drafter.offers.fill_(1)
         paired = sorted(on / off for on, off in zip(taken["on"], taken["off"]))
+        counters = policies["elastic"].counters
         return {"point": f"idle {rows}x{IDLE_CONTEXT}", "step_ms": {n: _ms(v) for n, v in taken.items()},
-                "ratio": round(statistics.median(paired), 4), "ratio_span": [round(paired[0], 4), round(paired[-1], 4)]}
+                "ratio": round(statistics.median(paired), 4), "ratio_span": [round(paired[0], 4), round(paired[-1], 4)],
+                "probes": counters.probes, "chosen": counters.chosen, "sizes": _sizes(turns)}
 
     def plain_executor(self) -> Executor:
         return GraphExecutor(self.runner, LARGEST_GRAPH) if self.where.type == "cuda" else self.runner.run_now
@@ -388,18 +446,28 @@ class Bench:
         return (time.perf_counter() - began) / steps
 
 
+def _is_fed(turn: Turn) -> bool:
+    """Some of its prompt is still to be fed."""
+    return turn.lease is None or turn.lease.lo < turn.fill_to
+
+
 def _ms(values: list[float]) -> float:
     return round(1e3 * statistics.median(values), 4)
 
 
 def _told(point: Point, rates: dict[str, list[float]], elastic: Elastic, turns: Turns) -> dict[str, object]:
     medians = {name: round(statistics.median(values)) for name, values in rates.items()}
-    best = max(map(str, FIXED), key=lambda name: medians[name])
+    best = max((str(k) for k in FIXED if len(rates[str(k)]) == len(rates["elastic"])), key=lambda name: medians[name])
     counters = elastic.counters
     return {"point": point.name, **asdict(point), "rates": medians, "best": best, **_paired(rates, best, "ratio"),
             **_paired(rates, "tokens", "over_rule"), "chosen": counters.chosen, "probes": counters.probes,
-            "left_out": turns.left_out, "luck": round(turns.emitted / turns.tokens, 4),
+            "left_out": turns.left_out, "sizes": _sizes(turns), "luck": round(turns.emitted / turns.tokens, 4),
             "predicted_over_measured": round(counters.predicted_seconds / max(counters.measured_seconds, 1e-9), 3)}
+
+
+def _sizes(turns: Turns) -> dict[int, list[float]]:
+    return {size: [int(n), round(1e3 * took / n, 2), round(1e3 * foretold / n, 2)]
+            for size, (n, took, foretold) in sorted(turns.sizes.items())}
 
 
 def _paired(rates: dict[str, list[float]], other: str, name: str) -> dict[str, object]:
@@ -409,7 +477,7 @@ def _paired(rates: dict[str, list[float]], other: str, name: str) -> dict[str, o
 
 def wanted(only: list[str], done: set[str]) -> Iterator[Point]:
     for point in POINTS:
-        if point.name not in done and (not only or f"{point.rows}x{point.context}" in only):
+        if point.name not in done and (not only or {point.name, f"{point.rows}x{point.context}"} & set(only)):
             yield point
 
 
@@ -441,7 +509,7 @@ def run(args: argparse.Namespace, found: list[dict[str, object]]) -> Iterator[di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=[], help="such as 64x1024: these rows and contexts; or idle")
+    parser.add_argument("--only", nargs="*", default=[], help="such as 64x1024 or '64x1024 0.6'; or idle")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of each window")
     parser.add_argument("--seconds", type=float, default=420, help="after which no further point is begun")

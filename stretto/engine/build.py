@@ -47,6 +47,7 @@ from stretto.host.elastic import Elastic
 from stretto.host.grammar import Grammars
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostDrafter, HostLimits
+from stretto.host.sizes import is_first
 from stretto.model.api import CausalModel
 from stretto.model.config import read_config, token_ids
 from stretto.model.gguf import gguf_config
@@ -59,6 +60,7 @@ from stretto.params import SamplingParams
 from stretto.protocol import EngineInfo, LoadAdapter, RequestError
 from stretto.report import start_report
 from stretto.sample.custom import CustomProcessors, ProcessorError, Registry
+from stretto.sample.features import StepShape
 from stretto.sample.logprobs import Reporting
 from stretto.sample.rejection import Proposals
 from stretto.spec.context import DrafterError
@@ -112,9 +114,7 @@ def _build(prepared: Prepared, ranks: Ranks | HostRanks | None, progress: Progre
     processors = runner.table.custom.registry
     limits = host_limits(resolved, eos_ids(prepared, tokenizer), _host_drafter(prepared), processors)
     if model.device.type == "cuda" and not resolved.config.schedule.enforce_eager:
-        width = resolved.speculation_tokens
-        shapes = [replace(shape, fixed=runner.fixed)
-                  for shape in usual_shapes(resolved.max_num_seqs, 1 + width, width)]
+        shapes = [replace(shape, fixed=runner.fixed) for shape in _shapes(resolved, limits)]
         device_half.warm_up(shapes, partial(progress, "graphs") if progress else None)
         clock.lap("graphs")
     if resolved.elastic or resolved.config.schedule.slo_itl_ms is not None:
@@ -130,6 +130,18 @@ def _build(prepared: Prepared, ranks: Ranks | HostRanks | None, progress: Progre
     core = EngineCore(host, device_half, info, resolved.depth, loader, resolved.config.schedule.session_file)
     _load_adapters(core, resolved)
     return core
+
+
+def _shapes(resolved: Resolved, limits: HostLimits) -> list[StepShape]:
+    """Of the steps that will come again and again. Where each step decides about drafts, most that only decode propose
+    nothing, and few large ones verify much."""
+    width = resolved.speculation_tokens
+    own = 0 if limits.drafter is not None else width  # proposed on the device
+    shapes = usual_shapes(resolved.max_num_seqs, 1 + width, own)
+    if not resolved.elastic:
+        return shapes
+    plain = [replace(shape, draft_width=0) for shape in shapes if shape.width == 1 and own]
+    return [shape for shape in shapes if is_first(shape.rows, shape.tokens or 0)] + plain
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,11 @@ from stretto.wire import StepResult
 
 RATED_STEPS = 4  # after which the best rate is looked for again
 STAY = 1.02  # a larger width must promise so much more before it replaces the present one
+WORTH = 1.008  # of the rate without drafts: what promises less is within what step times are known to
 PROBE_SHARE = 0.004  # of the time that probing may cost
 PROBE_EXTRA = 0.03  # of a plain step's time that one probe may add, where more than one row fits into that
 PROBE_LEAST = 8  # steps between probes, at least
+LIKELY = 0.5  # drafts that must be offered on average, so that a probe verifies any
 SURPRISE = 0.05  # by which the usual acceptance must have risen in a probe, so that another follows at once
 REMEMBERED = 4096  # requests and sessions without a slot
 NORMAL = NormalDist()
@@ -190,7 +192,7 @@ class Elastic:
         rows = len(demand.slots)
         if not rows:
             return 0.0, self.favourite
-        best, at, present = 0.0, 0, 0.0
+        best, at, present, none = 0.0, 0, 0.0, 0.0
         for width in self.widths:
             inside = gains[:, :width]
             gain, _, tokens = _cumulated(inside, costs[:, :width], _ranked(inside), self._spare)
@@ -198,8 +200,12 @@ class Elastic:
             rate = float(((rows + gain) / self._bounded(seconds)).max())
             if width == self.favourite:
                 present = rate
+            if width == 0:
+                none = rate
             if rate > best:
                 best, at = rate, width
+        if best < WORTH * none:  # proposals that bring nothing would go on for ever
+            best, at = none, 0
         if at > self.favourite and best < STAY * present:  # what is hardly better is not worth proposing more
             best, at = present, self.favourite
         self.favourite = at
@@ -227,7 +233,7 @@ class Elastic:
         seconds = self.cost.curve(work, sizes)
         n = self._sizes.best(work, sizes, gain / rate - self._bounded(seconds))
         if self._probe_in < 0:
-            n = max(n, self._probe_size(seconds))
+            n = max(n, self._probe_size(seconds, offered))
             self._probe_in = self._probe_interval(rows, seconds, n)
             self._believed = self.acceptance.best
             self.counters.probes += 1
@@ -293,10 +299,12 @@ class Elastic:
         self._probe_in -= 1
         return self._probe_in < 0 and (self.on_host or not self._drafted)
 
-    def _probe_size(self, seconds: np.ndarray) -> int:
-        """Drafts of a probe: one row's, or as many as add little to the step."""
+    def _probe_size(self, seconds: np.ndarray, offered: np.ndarray) -> int:
+        """Drafts of a probe: one row's, or as many as add little to the step. None where the drafter has found hardly
+        any lately: what it proposes now is seen without room for it in the next step."""
         cheap = int(np.searchsorted(seconds, seconds[0] * (1 + PROBE_EXTRA), side="right")) - 1
-        return min(max(self._drafted, cheap), len(seconds) - 1)
+        n = min(max(self._drafted, cheap), len(seconds) - 1)
+        return n if self.on_host or offered[n] >= LIKELY else 0
 
     def _probe_interval(self, rows: int, seconds: np.ndarray, n: int) -> int:
         """Steps until the next probe, so that all of them take their share of the time and no more."""

@@ -7,7 +7,14 @@ import numpy as np
 
 from stretto.host.cost import CostModel, StepWork
 
+FIRST = 512  # tokens of the largest step with drafts that is prepared at the start; larger ones seldom pay
 PREPARING = 0.02  # seconds: a part of what the device takes for a new size, which is then used again and again
+
+
+def is_first(rows: int, tokens: int) -> bool:
+    """Whether steps of such a size are prepared at the start, of those in which all rows have no draft or all they may
+    have."""
+    return tokens <= max(rows, FIRST)
 
 
 class Sizes:
@@ -18,7 +25,7 @@ class Sizes:
     Steps with prompt chunks are of any size whatever is chosen, and run without a graph until one comes again."""
 
     def __init__(self, cost: CostModel, width: int, preparing: float):
-        """It is prepared for rows without drafts, and for rows with `width` drafts each, from the start."""
+        """`is_first` says for what it is prepared from the start."""
         self._cost, self._width, self._preparing = cost, width, preparing
         self._prepared: dict[int, np.ndarray] = {}  # by the size without drafts: bool, by size
         self._promised: dict[int, float] = {}  # seconds
@@ -28,7 +35,8 @@ class Sizes:
         found = self._prepared.get(base)
         if found is None:
             found = self._prepared[base] = np.zeros(self._cost.most + 1, dtype=bool)
-            found[self._cost.computed(work, np.asarray([base, base * (1 + self._width)]))] = True
+            first = [n for n in (base, base * (1 + self._width)) if is_first(base, n)]
+            found[self._cost.computed(work, np.asarray(first))] = True
         return base, found
 
     def ran(self, work: StepWork) -> None:
