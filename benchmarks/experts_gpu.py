@@ -14,7 +14,7 @@ import statistics
 
 import torch
 
-from stretto.ops.grouped import group_by_expert, grouped_linear
+from stretto.ops.grouped import Gate, choose, combine, group_by_expert, grouped_linear
 
 SHAPES = {  # experts, chosen, hidden, inner
     "qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880), "mixtral-8x7b": (8, 2, 4096, 14336)}
@@ -28,29 +28,31 @@ def layer(shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]
             torch.randn(n, hidden, inner, device="cuda", dtype=torch.bfloat16).mul_(0.02))
 
 
-def run(x: torch.Tensor, experts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def run(x: torch.Tensor, logits: torch.Tensor, k: int, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """What a layer does behind its router."""
+    weights, experts = choose(logits, k, of_all=False)
     groups = group_by_expert(experts, len(down))
     n = experts.numel()
-    inner = x.new_empty(n, gate_up.shape[1])
-    grouped_linear(x, gate_up, None, groups.bounds, groups.slots // experts.shape[1], groups.places, inner)
-    first, second = inner.chunk(2, -1)
-    inner = torch.nn.functional.silu(first) * second
-    out = x.new_zeros(n, x.shape[1])
-    return grouped_linear(inner, down, None, groups.bounds, groups.places, groups.slots, out)
+    inner = x.new_empty(n, down.shape[2])
+    grouped_linear(x, gate_up, None, groups.bounds, groups.slots, groups.places, inner, k, Gate("silu"))
+    out = x.new_empty(n, x.shape[1])
+    grouped_linear(inner, down, None, groups.bounds, groups.places, groups.slots, out)
+    return combine(out.view(*experts.shape, -1), weights, residual=x)
 
 
 def seconds(shape: tuple[int, int, int, int], tokens: int, layers: list) -> tuple[float, int]:
     """Of one layer, and how many experts are read."""
     n, chosen, hidden, _ = shape
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
-    experts = torch.rand(tokens, n, device="cuda").topk(chosen, -1).indices
+    logits = torch.rand(tokens, n, device="cuda")
+    experts = logits.topk(chosen, -1).indices
     for _ in range(2):
-        run(x, experts, *layers[0])
+        run(x, logits, chosen, *layers[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for weights in layers:
-            run(x, experts, *weights)
+            run(x, logits, chosen, *weights)
     times = []
     for _ in range(7):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

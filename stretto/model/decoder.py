@@ -173,7 +173,10 @@ class DecoderLayer:
             return self.mlp.add_normed(hidden, self.before_mlp)
         x = hidden if self.before_mlp is None else self.before_mlp(hidden)
         if isinstance(self.mlp, ExpertMLP):
-            made = self.mlp(x, getattr(attend, "tokens", None))
+            tokens = getattr(attend, "tokens", None)
+            if self.after_mlp is None:
+                return self.mlp.add_to(hidden, x, tokens)
+            made = self.mlp(x, tokens)
         elif self.after_mlp is None:
             return self.mlp.add_to(hidden, x)
         else:

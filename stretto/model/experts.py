@@ -9,7 +9,6 @@ CPUs each expert is a packed matrix, as in `matrix.py`; on CUDA all are one laun
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -18,24 +17,23 @@ from stretto.model.config import ConfigError
 from stretto.model.layers import Linear
 from stretto.model.matrix import Matrix, best_matrix, fixed_matrix
 from stretto.model.packed_matrix import packed_matrix
+from stretto.model.shard import Shard
 from stretto.model.weights import Weights
 from stretto.ops.fixed import by_rows
-from stretto.ops.grouped import Groups, combine, group_by_expert, grouped_linear
+from stretto.ops.grouped import Gate, Groups, choose, combine, group_by_expert, grouped_linear
 from stretto.ops.packed import Packed
 
 Route = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]  # logits [T, E], K -> weights, experts [T, K]
-Gate = Callable[[torch.Tensor], torch.Tensor]  # [N, 2 F] -> [N, F]
 
 
 def softmax_over_all(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k likeliest of all experts, with their probabilities as weights."""
-    return torch.topk(logits.float().softmax(-1), k, dim=-1)
+    return choose(logits, k, of_all=True)
 
 
 def softmax_over_chosen(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k likeliest experts, weights summing to 1."""
-    best, experts = torch.topk(logits.float(), k, dim=-1)
-    return best.softmax(-1), experts
+    return choose(logits, k, of_all=False)
 
 
 def expert_weights(w: Weights, n_experts: int, parts: Sequence[torch.Tensor | Packed]) -> Experts:
@@ -68,11 +66,11 @@ class ExpertWeights:
             del self._weight
 
     def __call__(self, x: torch.Tensor, bounds: torch.Tensor, rows_in: torch.Tensor, rows_out: torch.Tensor,
-                 out: torch.Tensor) -> torch.Tensor:
+                 out: torch.Tensor, each: int = 1, gate: Gate | None = None) -> torch.Tensor:
         """As `ops.grouped.grouped_linear`."""
         if self._matrices is None:
-            return grouped_linear(x, self._weight, self._bias, bounds, rows_in, rows_out, out, self.fixed)
-        return by_matrices(self._matrices, x, bounds, rows_in, rows_out, out)
+            return grouped_linear(x, self._weight, self._bias, bounds, rows_in, rows_out, out, each, gate, self.fixed)
+        return by_matrices(self._matrices, x, bounds, rows_in // each, rows_out, out, gate, self.fixed)
 
 
 class PackedExperts:
@@ -101,53 +99,65 @@ class PackedExperts:
             del self._weight
 
     def __call__(self, x: torch.Tensor, bounds: torch.Tensor, rows_in: torch.Tensor, rows_out: torch.Tensor,
-                 out: torch.Tensor) -> torch.Tensor:
+                 out: torch.Tensor, each: int = 1, gate: Gate | None = None) -> torch.Tensor:
         """As `ops.grouped.grouped_linear`."""
         if self._matrices is not None:
-            return by_matrices(self._matrices, x, bounds, rows_in, rows_out, out)
+            return by_matrices(self._matrices, x, bounds, rows_in // each, rows_out, out, gate, self.fixed)
         from stretto.ops.triton_packed import launch_grouped
 
-        return launch_grouped(x, self._weight, self._bias, bounds, rows_in, rows_out, out)
+        return launch_grouped(x, self._weight, self._bias, bounds, rows_in, rows_out, out, each, gate)
 
 
 Experts = ExpertWeights | PackedExperts
 
 
 def by_matrices(matrices: Sequence[Matrix], x: torch.Tensor, bounds: torch.Tensor, rows_in: torch.Tensor,
-                rows_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+                rows_out: torch.Tensor, out: torch.Tensor, gate: Gate | None, fixed: bool) -> torch.Tensor:
     """On CPUs: one expert after the other."""
     for matrix, (start, end) in zip(matrices, pairwise(bounds.tolist()), strict=True):
         if start < end:
-            out[rows_out[start:end]] = matrix(x[rows_in[start:end]])
+            made = matrix(x[rows_in[start:end]])
+            if gate is not None:
+                made = by_rows(gate, made) if fixed else gate(made)
+            out[rows_out[start:end]] = made
     return out
 
 
 class ExpertMLP:
     """Router and experts of one layer."""
 
-    def __init__(self, router: Linear, gate_up: Experts, down: Experts, gate: Gate, route: Route, *,
-                 n_experts: int, chosen: int, inner: int, total: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    def __init__(self, router: Linear, gate_up: Experts, down: Experts, gate: Gate, route: Route, *, n_experts: int,
+                 chosen: int, inner: int, shard: Shard,
                  shared: Callable[[torch.Tensor], torch.Tensor] | None = None):
-        """`total` adds up what the ranks have made, where each has a part of the inner features. `shared`: what every
-        token gets besides, [T, E] -> [T, E]."""
+        """`inner`: features of an expert that this rank has. `shared`: what every token gets besides,
+        [T, E] -> [T, E]."""
         if not 1 <= chosen <= n_experts:
             raise ConfigError(f"num_experts_per_tok is {chosen}; it must be 1 to the number of experts, {n_experts}")
-        self._router, self._gate_up, self._down, self._route = router, gate_up, down, route
-        self._gate = partial(by_rows, gate) if gate_up.fixed else gate
-        self.n_experts, self.chosen, self.inner, self._total, self._shared = n_experts, chosen, inner, total, shared
+        self._router, self._gate_up, self._down, self._gate, self._route = router, gate_up, down, gate, route
+        self.n_experts, self.chosen, self.inner, self._shard, self._shared = n_experts, chosen, inner, shard, shared
 
     def __call__(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, E] -> [T, E]. tokens: how many of the T are no padding, a scalar on the device; None: all."""
-        weights, experts = self._route(self._router(x), self.chosen)
-        made = self._run(x, group_by_expert(experts, self.n_experts, tokens)).view(*experts.shape, x.shape[1])
-        mixed = combine(made, weights)
-        if self._total is not None:
-            mixed = self._total(mixed)
+        mixed = self._shard.sum(combine(*self._made(x, tokens), tokens))
         return mixed if self._shared is None else mixed.add_(self._shared(x))
 
+    def add_to(self, hidden: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [T, E] += self(x), in place; returns it."""
+        if self._shared is not None:
+            return hidden.add_(self(x, tokens))
+        if self._shard.ranks > 1:
+            return self._shard.add(hidden, combine(*self._made(x, tokens), tokens))
+        return combine(*self._made(x, tokens), tokens, hidden)
+
+    def _made(self, x: torch.Tensor, tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts' answers [T, K, E], unspecified for padding, and their weights [T, K]."""
+        weights, experts = self._route(self._router(x), self.chosen)
+        made = self._run(x, group_by_expert(experts, self.n_experts, tokens))
+        return made.view(*experts.shape, x.shape[1]), weights
+
     def _run(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """The experts' answers by slot, [N, E]; zeros for padding."""
-        n = len(groups.slots)
-        inner = x.new_empty(n, 2 * self.inner)
-        inner = self._gate(self._gate_up(x, groups.bounds, groups.slots // self.chosen, groups.places, inner))
-        return self._down(inner, groups.bounds, groups.places, groups.slots, x.new_zeros(n, x.shape[1]))
+        """The experts' answers by slot, [N, E]. x: by token."""
+        each, n = self.chosen, len(groups.slots)
+        inner = x.new_empty(n, self.inner)
+        self._gate_up(x, groups.bounds, groups.slots, groups.places, inner, each, self._gate)
+        return self._down(inner, groups.bounds, groups.places, groups.slots, x.new_empty(n, x.shape[1]))

@@ -18,8 +18,46 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+from stretto.ops.layer import GATES
+
 FEW_SLOTS = 512  # that one program of a kernel of ours puts in order
 FIXED_ROWS = 64  # of a block, where rounding may not depend on the batch
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What the two halves of a product become: act(first) * second, act one of `layer.GATES`; or, "clamped", with
+    first and second clamped to `limit` (second from both sides), (second + 1) * first * sigmoid(alpha * first)."""
+
+    act: str
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[N, 2 F] -> [N, F]."""
+        first, second = gate_up.chunk(2, dim=-1)
+        if self.act != "clamped":
+            return GATES[self.act](first) * second
+        first, second = first.clamp(max=self.limit), second.clamp(-self.limit, self.limit)
+        return (second + 1) * (first * torch.sigmoid(first * self.alpha))
+
+
+def choose(logits: torch.Tensor, k: int, of_all: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [T, E] -> the k likeliest experts of each token, likeliest first: weights [T, K] float32 by softmax over
+    all experts (`of_all`) or over the chosen ones, experts [T, K] int64. One launch on CUDA."""
+    if not logits.is_cuda:
+        return choose_reference(logits, k, of_all)
+    from stretto.ops.triton_grouped import launch_choose
+
+    return launch_choose(logits, k, of_all)
+
+
+def choose_reference(logits: torch.Tensor, k: int, of_all: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`choose` in torch's operations; which of equal experts is taken is torch's."""
+    if of_all:
+        return torch.topk(logits.float().softmax(-1), k, dim=-1)
+    best, experts = torch.topk(logits.float(), k, dim=-1)
+    return best.softmax(-1), experts
 
 
 @dataclass(frozen=True)
@@ -37,8 +75,7 @@ def group_by_expert(experts: torch.Tensor, n_experts: int, tokens: torch.Tensor 
     if experts.is_cuda and 0 < experts.numel() <= FEW_SLOTS:
         from stretto.ops.triton_grouped import launch_group
 
-        slots, bounds = launch_group(experts.contiguous(), n_experts, tokens)
-        return Groups(slots, bounds, torch.arange(len(slots), device=slots.device))
+        return Groups(*launch_group(experts.contiguous(), n_experts, tokens))
     places = torch.arange(experts.numel(), device=experts.device)
     if tokens is not None:
         real = places.view(experts.shape) < tokens * experts.shape[1]
@@ -49,48 +86,60 @@ def group_by_expert(experts: torch.Tensor, n_experts: int, tokens: torch.Tensor 
 
 
 def grouped_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, bounds: torch.Tensor,
-                             rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """out[rows_out[p]] = weight[e] x[rows_in[p]] + bias[e] for each place p of each expert e; other rows of `out` stay.
+                             rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor, each: int = 1,
+                             gate: Gate | None = None) -> torch.Tensor:
+    """out[rows_out[p]] = gate(weight[e] x[rows_in[p] // each] + bias[e]) for each place p of each expert e; other rows
+    of `out` stay.
 
-    x [M, inputs]; weight [E, outputs, inputs]; bias [E, outputs] or None; bounds [E + 1]; rows_in and rows_out [N];
-    out [N, outputs]. Returns `out`."""
+    x [M, inputs]; weight [E, rows, inputs]; bias [E, rows] or None; bounds [E + 1]; rows_in and rows_out [N]; out
+    [N, rows], with a gate half as wide. Returns `out`."""
+    def made(rows: torch.Tensor, e: int) -> torch.Tensor:
+        product = F.linear(rows, weight[e], None if bias is None else bias[e])
+        return product if gate is None else gate(product)
+
     if not x.is_cuda:
-        edges = bounds.tolist()
-        for e, (start, end) in enumerate(pairwise(edges)):
+        for e, (start, end) in enumerate(pairwise(bounds.tolist())):
             if start < end:
-                out[rows_out[start:end]] = F.linear(x[rows_in[start:end]], weight[e], None if bias is None else bias[e])
+                out[rows_out[start:end]] = made(x[rows_in[start:end] // each], e)
         return out
     place = torch.arange(len(rows_in), device=x.device)
-    gathered, total = x[rows_in], out[rows_out]
+    gathered, total = x[rows_in // each], out[rows_out]
     for e in range(len(weight)):
         mine = (place >= bounds[e]) & (place < bounds[e + 1])
-        made = F.linear(gathered, weight[e], None if bias is None else bias[e])
-        total = torch.where(mine[:, None], made, total)
+        total = torch.where(mine[:, None], made(gathered, e), total)
     out[rows_out] = total
     return out
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, bounds: torch.Tensor,
-                   rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor,
-                   fixed: bool = False) -> torch.Tensor:
+                   rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor, each: int = 1,
+                   gate: Gate | None = None, fixed: bool = False) -> torch.Tensor:
     """As the reference. `fixed`: blocks of one size, so that rounding does not depend on the batch. ValueError for a
     layout that the kernel cannot read."""
     if not x.is_cuda:
-        return grouped_linear_reference(x, weight, bias, bounds, rows_in, rows_out, out)
-    from stretto.ops.triton_grouped import launch_grouped
+        return grouped_linear_reference(x, weight, bias, bounds, rows_in, rows_out, out, each, gate)
+    from stretto.ops.triton_grouped import launch_grouped, tile_for
 
-    return launch_grouped(x, weight, bias, bounds, rows_in, rows_out, out, FIXED_ROWS if fixed else None)
-
-
-def combine_reference(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """made [T, K, E], weights [T, K] float32 -> the weighted sum over K, [T, E], in float32 and rounded once."""
-    return (made.float() * weights[..., None]).sum(1).to(made.dtype)
+    tile = tile_for(FIXED_ROWS * len(weight), len(weight), x.itemsize) if fixed else None
+    return launch_grouped(x, weight, bias, bounds, rows_in, rows_out, out, each, gate, tile)
 
 
-def combine(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def combine_reference(made: torch.Tensor, weights: torch.Tensor, tokens: torch.Tensor | None = None,
+                      residual: torch.Tensor | None = None) -> torch.Tensor:
+    """made [T, K, E], weights [T, K] float32 -> the weighted sum over K, [T, E], in float32 and rounded once; with
+    `residual` [T, E] added to that, in place. tokens: how many of the T are no padding, whose sum is 0; None: all."""
+    if tokens is not None:
+        real = torch.arange(len(made), device=made.device) < tokens
+        made = torch.where(real[:, None, None], made, 0)
+    total = (made.float() * weights[..., None]).sum(1)
+    return total.to(made.dtype) if residual is None else residual.copy_(residual.float() + total)
+
+
+def combine(made: torch.Tensor, weights: torch.Tensor, tokens: torch.Tensor | None = None,
+            residual: torch.Tensor | None = None) -> torch.Tensor:
     """As the reference; on CUDA in one launch that needs no room, the sum in the order of the choices."""
     if not made.is_cuda:
-        return combine_reference(made, weights)
+        return combine_reference(made, weights, tokens, residual)
     from stretto.ops.triton_grouped import launch_combine
 
-    return launch_combine(made, weights)
+    return launch_combine(made, weights, tokens, residual)

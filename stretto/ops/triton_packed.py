@@ -14,6 +14,7 @@ The order of summing an output is the same whatever the rows beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -22,9 +23,13 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from stretto.ops.launch import dependent, overlaps, shared_memory
 from stretto.ops.packed import BLOCK, ByGroups, Packed
+from stretto.ops.triton_dot import dot
 from stretto.ops.triton_fp8 import rounded
-from stretto.ops.triton_grouped import block_of
+from stretto.ops.triton_grouped import Tile, block_of, blocks_of, finish, gate_options, rows_of
 from stretto.ops.triton_launch import begin
+
+if TYPE_CHECKING:
+    from stretto.ops.grouped import Gate
 
 HALF = tl.constexpr(BLOCK // 2)
 STAGES = 4
@@ -40,15 +45,6 @@ class Blocks:
     parts: int
     stages: int
     warps: int
-
-
-@triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    """Triton's interpreter multiplies what has less than 32 bits as whole numbers: there the operands are widened."""
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc)
 
 
 @triton.jit
@@ -101,7 +97,7 @@ def few_nibbles_kernel(x, x_sums, codes, pairs, bias, out, m, n, inputs, x_strid
                 column = start + (2 * part + half) * HALF
                 b = tl.load(x_at + column)
                 code = both >> 4 if half == 1 else both & 15
-                sums = _dot(_above(code, DTYPE), b, sums, UPCAST)
+                sums = dot(_above(code, DTYPE), b, sums, "tf32", UPCAST)
                 if FLUSH > 0 and (2 * part + half + 1) * HALF % FLUSH == 0:
                     scale, offset = _scale_and_offset(pairs, column // GROUP * n + rows, DTYPE)
                     total = tl.load(x_sums + column // FLUSH * BM + tokens)
@@ -161,9 +157,9 @@ def few_bytes_kernel(x, x_sums, codes, scales, offsets, bias, row_scales, out, m
             if w.dtype != x.dtype.element_ty:
                 w = w.to(tl.float32).to(x.dtype.element_ty)
             if GROUP == 0:
-                acc = _dot(w, b, acc, UPCAST)
+                acc = dot(w, b, acc, "tf32", UPCAST)
             else:
-                sums = _dot(w, b, tl.zeros((BN, BM), tl.float32), UPCAST)
+                sums = dot(w, b, tl.zeros((BN, BM), tl.float32), "tf32", UPCAST)
                 group = column // GROUP * n + rows
                 acc += sums * tl.load(scales + group)[:, None]
                 if OFFSETS:
@@ -186,21 +182,24 @@ def _of_group(number, scales, offsets, at, inside, OFFSETS: tl.constexpr):
     return number
 
 
-@triton.jit(do_not_specialize=["n_experts"])
+@triton.jit(do_not_specialize=["n_experts", "alpha", "limit"])
 def grouped_kernel(x, codes, scales, offsets, bias, bounds, rows_in, rows_out, out, n_experts, n, inputs, x_stride,
-                   NIBBLES: tl.constexpr, FP4: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
-                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr,
-                   UPCAST: tl.constexpr):
-    """As `triton_grouped.grouped_kernel`: BM places of one expert times BN outputs. Numbers are made of the codes on
-    the way, and rounded as if the matrix had been dequantised. BK divides `inputs` and a group."""
+                   each, alpha, limit, NIBBLES: tl.constexpr, FP4: tl.constexpr, GROUP: tl.constexpr,
+                   OFFSETS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                   EXPERTS: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, UPCAST: tl.constexpr,
+                   PDL: tl.constexpr):
+    """As `triton_grouped.grouped_kernel`. Numbers are made of the codes on the way, and rounded as if the matrix had
+    been dequantised. BK divides `inputs` and a group."""
+    begin(PDL)
     expert, first, end = block_of(bounds, tl.program_id(1), n_experts, BM, EXPERTS)
     if expert < n_experts:
         places = first + tl.arange(0, BM)
         real = places < end
-        source = tl.load(rows_in + places, mask=real, other=0)
+        source = tl.load(rows_in + places, mask=real, other=0) // each
         columns = tl.program_id(0) * BN + tl.arange(0, BN)
         inside = columns < n
-        rows = expert.to(tl.int64) * n + tl.minimum(columns, n - 1)
+        row = rows_of(columns, n, GATE)
+        rows = expert.to(tl.int64) * n + tl.minimum(row, n - 1)
         groups = rows * (inputs // GROUP if GROUP > 0 else 1)
         x_row = x + source[:, None] * x_stride
         acc = tl.zeros((BM, BN), tl.float32)
@@ -215,7 +214,7 @@ def grouped_kernel(x, codes, scales, offsets, bias, bounds, rows_in, rows_out, o
                     number = _number(both >> 4 if half == 1 else both & 15, FP4)
                     group = groups + (column // GROUP if GROUP > 0 else 0)
                     b = _of_group(number, scales, offsets, group, inside, OFFSETS).to(x.dtype.element_ty)
-                    acc = _dot(a, b, acc, UPCAST)
+                    acc = dot(a, b, acc, "tf32", UPCAST)
         else:
             k = tl.arange(0, BK)
             at = codes + rows[None, :] * inputs + k[:, None]
@@ -223,12 +222,9 @@ def grouped_kernel(x, codes, scales, offsets, bias, bounds, rows_in, rows_out, o
                 a = tl.load(x_row + start + k[None, :], mask=real[:, None], other=0.0)
                 group = groups + (start // GROUP if GROUP > 0 else 0)
                 b = _of_group(tl.load(at + start).to(tl.float32), scales, offsets, group, inside, OFFSETS)
-                acc = _dot(a, b.to(x.dtype.element_ty), acc, UPCAST)
-        if BIAS:
-            acc += tl.load(bias + expert * n + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        target = tl.load(rows_out + places, mask=real, other=0)
-        to = out + target[:, None] * n + columns[None, :]
-        tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+                acc = dot(a, b.to(x.dtype.element_ty), acc, "tf32", UPCAST)
+        finish(acc, bias + expert * n, tl.where(inside, row, n), rows_out, places, real, out, n, alpha, limit, BM, BN,
+               BIAS, GATE)
 
 
 @triton.jit
@@ -334,23 +330,28 @@ def _sums(x: torch.Tensor, each: int, rows: int) -> torch.Tensor:
 
 
 def launch_grouped(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, bounds: torch.Tensor,
-                   rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+                   rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor, each: int = 1,
+                   gate: Gate | None = None, tile: Tile | None = None) -> torch.Tensor:
     """As `triton_grouped.launch_grouped`; `weight` has the rows of all experts one below the other; bounds [E + 1]."""
-    n_experts, places, layout = len(bounds) - 1, len(rows_in), weight.layout
-    n, inputs = weight.outputs // n_experts, weight.inputs
-    bm = min(max(16, triton.next_power_of_2(-(-places // n_experts))), 128)
-    blocks = min(-(-places // bm) + n_experts, places)  # every block but one an expert is full, and none is empty
+    n_experts, places = len(bounds) - 1, len(rows_in)
+    n, inputs, group = weight.outputs // n_experts, weight.inputs, weight.layout.group
+    t = tile or _tile_for(weight, places, n_experts)
+    blocks = blocks_of(places, n_experts, t.places)
     if blocks == 0:
         return out
-    group = 0 if layout.group == inputs else layout.group
-    bn, bk = 128 if n >= 128 else 64, min(64, group or 64)
-    grouped_kernel[(triton.cdiv(n, bn), blocks)](
+    kind, alpha, limit = gate_options(gate)
+    grouped_kernel[(triton.cdiv(n, t.rows), blocks)](
         x, weight.codes, weight.scales, x if weight.offsets is None else weight.offsets, x if bias is None else bias,
-        bounds, rows_in, rows_out, out, n_experts, n, inputs, x.stride(0), **_shape(weight),
-        BM=bm, BN=bn, BK=bk,
-        EXPERTS=triton.next_power_of_2(n_experts), BIAS=bias is not None,
-        UPCAST=INTERPRETED and x.dtype is not torch.float32, num_warps=4 if bm <= 64 else 8, num_stages=3)
+        bounds, rows_in, rows_out, out, n_experts, n, inputs, x.stride(0), each, alpha, limit, **_shape(weight),
+        BM=t.places, BN=t.rows, BK=min(t.inputs, group), EXPERTS=triton.next_power_of_2(n_experts),
+        BIAS=bias is not None, GATE=kind, UPCAST=INTERPRETED and x.dtype is not torch.float32, PDL=overlaps(x.device),
+        num_warps=t.warps, num_stages=t.stages, **dependent(x.device))
     return out
+
+
+def _tile_for(weight: Packed, places: int, n_experts: int) -> Tile:
+    bm = min(max(16, triton.next_power_of_2(-(-places // n_experts))), 128)
+    return Tile(bm, 128 if weight.outputs // n_experts >= 128 else 64, 64, 4 if bm <= 64 else 8)
 
 
 def launch_dequantize(weight: ByGroups, dtype: torch.dtype) -> torch.Tensor:

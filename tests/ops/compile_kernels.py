@@ -19,6 +19,7 @@ from stretto.ops import (
     triton_delta,
     triton_exchange,
     triton_fixed,
+    triton_grouped,
     triton_kv_write,
     triton_layer,
     triton_ngram,
@@ -38,6 +39,8 @@ INTS = ("rows", "ints", "base", "q_len", "kv_len", "n_out", "cu_q", "cu_out", "l
         "n_new", "accepted", "known", "length", "ndraft", "offer_width", "wants")
 
 
+STRIDES = ("qkv_stride", "page_stride", "cell_stride")
+
 SHAPES = ((6144, 4096, False), (14336, 4096, True), (128256, 4096, False), (1024, 3072, False))
 SHARED = {80: 99 * 1024, 90: 227 * 1024}
 
@@ -48,7 +51,7 @@ def build(kernel, constants: dict, warps: int, arch: int, types: dict[str, str])
                 | {n: "*i32" for n in INTS} | {"live": "*i1", "done": "*i1"} | types)
     names = kernel.arg_names
     of = {n: "constexpr" if n in constants else pointers.get(n, "fp32" if n == "eps" else "i32") for n in names}
-    aligned = [n for n in names if of[n].startswith("*") or n in ("n", "inputs", "x_stride", "size")]
+    aligned = [n for n in names if of[n].startswith("*") or n in ("n", "inputs", "x_stride", "size", *STRIDES)]
     source = ASTSource(kernel, of, {(names.index(n),): v for n, v in constants.items()},
                        {(names.index(n),): [["tt.divisibility", 16]] for n in aligned})
     return compile_source(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps}).metadata.shared
@@ -65,6 +68,28 @@ def layer_kernels(arch: int, pdl: bool):
                                                            types)
 
 
+PLACES = dict(bounds="*i64", rows_in="*i64", rows_out="*i64", alpha="fp32", limit="fp32")
+
+
+def grouped_kernels(arch: int, pdl: bool):
+    """What is shared by layers of experts, whatever the form of their weights."""
+    for places, size in ((16, 2), (4096, 2), (4096, 4)):
+        tile = triton_grouped.tile_for(places, 128, size)
+        kind = "*bf16" if size == 2 else "*fp32"
+        yield f"{places} places of experts, {kind}", build(
+            triton_grouped.grouped_kernel,
+            dict(BM=tile.places, BN=tile.rows, BK=tile.inputs, EXPERTS=128, BIAS=True, GATE="silu", UPCAST=False,
+                 PRECISION="tf32" if size == 2 else "ieee", PDL=pdl), tile.warps, arch,
+            PLACES | {name: kind for name in ("x", "weight", "bias", "out")})
+    yield "choices", build(triton_grouped.choose_kernel, dict(K=8, WIDE_K=8, E=128, OF_ALL=True, PDL=pdl), 1, arch,
+                           dict(logits="*bf16", weights="*fp32", experts="*i64"))
+    yield "places", build(triton_grouped.group_kernel, dict(K=8, PADDED=True, N=512, E=256, EACH=16, PDL=pdl), 4, arch,
+                          dict.fromkeys(("experts", "tokens", "slots", "bounds", "places"), "*i64"))
+    yield "sum over choices", build(
+        triton_grouped.combine_kernel, dict(K=8, PADDED=True, ADD=True, BLOCK=1024, PDL=pdl), 4, arch,
+        dict(made="*bf16", weights="*fp32", tokens="*i64", residual="*bf16"))
+
+
 def packed_kernels(arch: int, pdl: bool):
     """One of each kind of codes, at most rows."""
     layouts = [Layout("int4", 32), Layout("int8", 4096), *([Layout("fp8", 128)] if arch >= 89 else [])]
@@ -76,8 +101,8 @@ def packed_kernels(arch: int, pdl: bool):
         options = dict(NIBBLES=kind == "int4", FP4=False, GROUP=group, OFFSETS=False)
         yield f"{kind} of experts", build(
             triton_packed.grouped_kernel, options | dict(FP4=kind == "int4", BM=128, BN=128, BK=64, EXPERTS=32,
-                                                         BIAS=True, UPCAST=False), 8, arch,
-            types | dict(bounds="*i64", rows_in="*i64", rows_out="*i64"))
+                                                         BIAS=True, GATE="clamped", UPCAST=False, PDL=pdl), 8, arch,
+            types | PLACES)
         yield f"{kind} to numbers", build(triton_packed.dequantize_kernel, options | dict(BK=1024, PDL=pdl), 4, arch,
                                           types | {"scales": "*i32" if kind == "int4" else "*fp32", "offsets": "*fp32"})
         weight = Packed.empty(layout, 4096, 4096, torch.bfloat16, torch.device("meta"))
@@ -200,7 +225,7 @@ def main() -> None:
     parser.add_argument("arch", type=int)
     arch = parser.parse_args().arch
     torch.set_num_threads(1)
-    for kernels in (layer_kernels, packed_kernels, skinny_kernels, fixed_kernels, step_kernels,
+    for kernels in (layer_kernels, grouped_kernels, packed_kernels, skinny_kernels, fixed_kernels, step_kernels,
                     rank_kernels, recurrent_kernels):
         for name, shared in kernels(arch, arch >= 90):
             print(json.dumps({name: shared}))

@@ -10,7 +10,7 @@ from stretto.model.matrix import FixedMatrix
 from stretto.ops.fixed import by_rows, elementwise
 from stretto.ops.grouped import FIXED_ROWS
 from stretto.ops.triton_fixed import launch_fixed
-from stretto.ops.triton_grouped import launch_grouped
+from stretto.ops.triton_grouped import launch_grouped, tile_for
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PARTS = [(0, 1), (3, 4), (0, 7), (17, 40), (63, 66), (1, 90)]
@@ -40,7 +40,7 @@ def test_the_experts_kernel_has_blocks_of_one_size() -> None:
         places = torch.arange(rows, device=DEVICE)
         bounds = torch.tensor([0, rows // 2, rows], device=DEVICE)
         return launch_grouped(x[:rows], w, None, bounds, places, places, torch.zeros(rows, 16, device=DEVICE),
-                              FIXED_ROWS)
+                              tile=tile_for(2 * FIXED_ROWS, 2, 4))
     many, few = product(40), product(10)
     assert torch.equal(many[:5], few[:5])
     assert torch.allclose(few[:5], x[:5] @ w[0].T, atol=1e-4)

@@ -16,7 +16,7 @@ from stretto.model.packed_matrix import (
     packed_matrix,
     stays_packed,
 )
-from stretto.ops.grouped import group_by_expert, grouped_linear_reference
+from stretto.ops.grouped import Gate, group_by_expert, grouped_linear_reference
 from stretto.ops.packed import MOST_ROWS, Layout, Packed, pack4, unpack4
 from stretto.ops.triton_packed import (
     INTERPRETED,
@@ -240,7 +240,10 @@ def test_experts_that_stay_packed(layout, dtype):
     groups = group_by_expert(experts, n, torch.tensor(7, device=DEVICE))
     numbers = weight.dequantized(torch.float32).view(n, rows, inputs)
     want = torch.zeros(tokens * k, rows, device=DEVICE)
-    grouped_linear_reference(x.float(), numbers, bias.float(), groups.bounds, groups.slots // k, groups.slots, want)
+    grouped_linear_reference(x.float(), numbers, bias.float(), groups.bounds, groups.slots, groups.slots, want, k)
     out = torch.zeros(tokens * k, rows, dtype=dtype, device=DEVICE)
-    launch_grouped(x, weight, bias, groups.bounds, groups.slots // k, groups.slots, out)
+    launch_grouped(x, weight, bias, groups.bounds, groups.slots, groups.slots, out, k)
     assert error(out, want) < (3e-3 if dtype is torch.float16 else 1e-2) and not out[7 * k :].any()
+    gate, gated = Gate("clamped", 1.7, 7.0), torch.zeros(tokens * k, rows // 2, dtype=dtype, device=DEVICE)
+    launch_grouped(x, weight, bias, groups.bounds, groups.slots, groups.slots, gated, k, gate)
+    assert error(gated, torch.where(want.any(1, keepdim=True), gate(want), 0)) < 2e-2

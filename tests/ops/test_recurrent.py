@@ -93,7 +93,8 @@ def test_convolution(width, padding):
         check(lambda own: run(x, weight, own, where), right, kept, after, 1e-5)  # noqa: B023
 
 
-def delta_inputs(n: int, heads: int, each: int, k_dim: int, v_dim: int, alike: bool = False) -> tuple[torch.Tensor, ...]:
+def delta_inputs(n: int, heads: int, each: int, k_dim: int, v_dim: int,
+                 alike: bool = False) -> tuple[torch.Tensor, ...]:
     """q, k, v, decay, beta. `alike`: keys nearly equal, hardly any decay, every change nearly whole."""
     generator = torch.Generator().manual_seed(2)
     shapes = ((heads // each, k_dim), (heads // each, k_dim), (heads, v_dim), (heads,), (heads,))
@@ -104,7 +105,8 @@ def delta_inputs(n: int, heads: int, each: int, k_dim: int, v_dim: int, alike: b
     return tuple(x.to(DEVICE) for x in (q, k, v, -decay.abs(), beta.sigmoid()))
 
 
-def delta_plainly(step: RaggedStep, where: StateStep, kept: PartMemory, q, k, v, decay, beta) -> tuple[list, PartMemory]:
+def delta_plainly(step: RaggedStep, where: StateStep, kept: PartMemory, q, k, v, decay,
+                  beta) -> tuple[list, PartMemory]:
     each = v.shape[1] // q.shape[1]
 
     def one(state, token):

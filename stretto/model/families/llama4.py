@@ -20,8 +20,8 @@ from stretto.model.layers import GatedMLP, HeadNorm, Linear
 from stretto.model.shard import cut
 from stretto.model.weights import Weights
 from stretto.ops.fixed import elementwise
-from stretto.ops.grouped import combine, group_by_expert
-from stretto.ops.layer import HeadWeights, Rope, gate
+from stretto.ops.grouped import Gate, group_by_expert
+from stretto.ops.layer import HeadWeights, Rope
 
 
 def llama4(config: ModelConfig, w: Weights, context: int) -> Llama4:
@@ -99,8 +99,8 @@ def _mlp(config: ModelConfig, w: Weights, index: int) -> MLP:
     shared = GatedMLP(w, f"{name}.shared_expert", hidden, inner, config.hidden_act)
     route = partial(_sigmoid_of_chosen, fixed=w.fixed)
     return ScalingExperts(Linear(w, [(f"{name}.router", n)], hidden), gate_up, down,
-                          partial(gate, act=config.hidden_act), route, n_experts=n, chosen=chosen, inner=count,
-                          total=w.shard.sum, shared=shared)
+                          Gate(config.hidden_act), route, n_experts=n, chosen=chosen, inner=count, shard=w.shard,
+                          shared=shared)
 
 
 def _rows(stored: torch.Tensor) -> torch.Tensor:
@@ -116,14 +116,11 @@ def _sigmoid_of_chosen(logits: torch.Tensor, k: int, fixed: bool) -> tuple[torch
 class ScalingExperts(ExpertMLP):
     """An expert's weight scales what goes in, not what comes out."""
 
-    def __call__(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+    def _made(self, x: torch.Tensor, tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         weights, experts = self._route(self._router(x), self.chosen)
         scaled = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)  # by slot, [T * K, E]
         groups = group_by_expert(experts, self.n_experts, tokens)
-        inner = x.new_empty(len(groups.slots), 2 * self.inner)
-        inner = self._gate(self._gate_up(scaled, groups.bounds, groups.slots, groups.places, inner))
-        made = self._down(inner, groups.bounds, groups.places, groups.slots, torch.zeros_like(scaled))
-        mixed = combine(made.view(*experts.shape, x.shape[1]), torch.ones_like(weights))
-        assert self._shared is not None and self._total is not None
-        mixed = self._total(mixed)
-        return mixed.add_(self._shared(x))
+        inner = x.new_empty(len(groups.slots), self.inner)
+        self._gate_up(scaled, groups.bounds, groups.slots, groups.places, inner, 1, self._gate)
+        made = self._down(inner, groups.bounds, groups.places, groups.slots, torch.empty_like(scaled))
+        return made.view(*experts.shape, x.shape[1]), torch.ones_like(weights)

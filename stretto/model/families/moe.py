@@ -26,7 +26,7 @@ from stretto.model.experts import (
 from stretto.model.layers import ACTIVATIONS, Linear
 from stretto.model.shard import cut, rows_of, whole
 from stretto.model.weights import Weights
-from stretto.ops.layer import gate
+from stretto.ops.grouped import Gate
 
 
 def mixtral(config: ModelConfig, w: Weights, context: int) -> Decoder:
@@ -79,8 +79,8 @@ def separate_experts(config: ModelConfig, w: Weights, name: str, inner: int, nam
     down = w.matrices([whole(f"{expert}.{names['down']}.weight", hidden) for expert in each], inner, cut_columns=True,
                       single=True)
     return ExpertMLP(Linear(w, [(f"{name}.gate", n)], hidden), expert_weights(w, n, gate_up),
-                     expert_weights(w, n, down), partial(gate, act=config.hidden_act), route, n_experts=n,
-                     chosen=config.value("num_experts_per_tok"), inner=inner // shard.ranks, total=shard.sum,
+                     expert_weights(w, n, down), Gate(config.hidden_act), route, n_experts=n,
+                     chosen=config.value("num_experts_per_tok"), inner=inner // shard.ranks, shard=shard,
                      shared=shared)
 
 
@@ -105,10 +105,10 @@ def _gpt_oss_mlp(config: ModelConfig, w: Weights, index: int) -> ExpertMLP:
         down = PackedExperts(w, n, packed, bias_out)
     else:
         down = ExpertWeights(w, w.take_part(f"{name}.down_proj", shape_out, 1, start, count), bias_out, _rows)
-    clamped = partial(clamped_gate, alpha=config.value("swiglu_alpha"), limit=config.value("swiglu_limit"))
+    clamped = Gate("clamped", config.value("swiglu_alpha"), config.value("swiglu_limit"))
     router = Linear(w, [(f"model.layers.{index}.mlp.router", n)], hidden, bias=True)
     return ExpertMLP(router, gate_up, down, clamped, softmax_over_chosen, n_experts=n,
-                     chosen=config.value("num_experts_per_tok"), inner=count, total=shard.sum)
+                     chosen=config.value("num_experts_per_tok"), inner=count, shard=shard)
 
 
 def _clear(tensor: torch.Tensor) -> None:
@@ -124,10 +124,3 @@ def _halves(stored: torch.Tensor) -> torch.Tensor:
     """As `_rows`, then the interleaved rows of gate and up apart."""
     rows = _rows(stored)
     return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
-
-
-def clamped_gate(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate), both clamped first. gate_up [N, 2 F] -> [N, F]."""
-    first, second = gate_up.chunk(2, dim=-1)
-    first, second = first.clamp(max=limit), second.clamp(-limit, limit)
-    return (second + 1) * (first * torch.sigmoid(first * alpha))
