@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import torch
 
 from stretto.attn.select import choose_backend
-from stretto.device.graphs import usual_shapes
+from stretto.device.graphs import chunk_shapes, usual_shapes
 from stretto.device.kv import KVCache, bytes_per_token, group_layers
 from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
@@ -121,7 +121,7 @@ def build_core(shape: str, seqs: int, cells: int, context: int, *, page: int = 1
     half = CudaDevice(runner, device, graphs=graphs)
     free = torch.cuda.mem_get_info()[0]
     if graphs:
-        half.warm_up(usual_shapes(seqs, 1 + width, width))
+        half.warm_up(usual_shapes(seqs, 1 + width, width) + chunk_shapes(budget, width))
     torch.cuda.synchronize()
     facts = {"build_s": built - started, "graphs": len(half.graphs.graphs), "capture_s": half.graphs.capture_seconds,
              "graph_memory_gib": (free - torch.cuda.mem_get_info()[0]) / 2**30,

@@ -26,6 +26,8 @@ from stretto.sample.features import SHORT, StepShape
 from stretto.sample.processors import TokenMasks
 
 MOST_LATER = 48  # graphs and pairs of them kept at a time besides those wanted from the start
+CHUNK_ROWS = 64  # of a step with chunks, at least: the head reads its weights for as many in the same time as for one
+CHUNK_TOKENS = 512  # most of such a step whose graph is captured at the start: longer ones hide what launching costs
 OFTENER = 4  # a bucket that takes another one's place comes back so many times sooner
 _FINE = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128]
 _STEPS = _FINE + list(range(160, 513, 32)) + list(range(576, 1025, 64)) + list(range(1152, 2049, 128))
@@ -52,12 +54,16 @@ def tokens_bucket(rows: int, tokens: int, short: bool) -> int:
 
 def bucketed(shape: StepShape) -> StepShape:
     """The bucket of a shape. Tokens and logits are at least the rows, as one of each is the common case. Widths, which
-    cost a few ids a row, are 1 or large: a graph for each of them would be captured in the middle of serving."""
+    cost a few ids a row, are 1 or large: a graph for each of them would be captured in the middle of serving. For the
+    same reason steps with chunks have as many rows as cost nothing beside their tokens, and all draw where one might."""
     assert shape.tokens is not None and shape.logits is not None
     rows = bucket_of(shape.rows) if shape.short else coarse_bucket_of(shape.rows)
+    tokens = tokens_bucket(rows, shape.tokens, shape.short)
     width = 1 if shape.width == 1 else max(SHORT, 1 << (shape.width - 1).bit_length())
-    return replace(shape, rows=rows, width=width, tokens=tokens_bucket(rows, shape.tokens, shape.short),
-                   logits=tokens_bucket(rows, shape.logits, shape.short))
+    if not shape.short:
+        rows = max(rows, min(tokens, CHUNK_ROWS))
+    return replace(shape, rows=rows, width=width, tokens=tokens, logits=tokens_bucket(rows, shape.logits, shape.short),
+                   sampled=shape.sampled or (width == 1 and not shape.short))
 
 
 def _kernels_of(bucket: StepShape) -> set[object]:
@@ -292,3 +298,9 @@ def usual_shapes(max_rows: int, width: int, draft_width: int) -> list[StepShape]
     return [StepShape(rows=r, tokens=r * w, logits=r * w, width=w, draft_width=draft_width, short=w <= SHORT,
                       sampled=sampled)
             for r in sizes for w in sorted({1, width}) for sampled in (False, True)]
+
+
+def chunk_shapes(budget: int, draft_width: int) -> list[StepShape]:
+    """Steps with chunks of prompts, of up to `budget` tokens, beside up to 64 rows that decode."""
+    sizes = [2 * SHORT, 4 * SHORT, *range(64, coarse_bucket_of(min(budget, CHUNK_TOKENS)) + 1, 64)]
+    return [StepShape(rows=1, tokens=tokens, logits=1, width=1, draft_width=draft_width) for tokens in sizes]

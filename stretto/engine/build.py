@@ -24,7 +24,7 @@ from stretto.config import (
     Resolved,
     gib,
 )
-from stretto.device.graphs import tokens_bucket, usual_shapes
+from stretto.device.graphs import chunk_shapes, tokens_bucket, usual_shapes
 from stretto.device.host_pages import PinError
 from stretto.device.kv import KVCache, kv_dtype
 from stretto.device.ranks import RankFailed, RankShard
@@ -137,11 +137,12 @@ def _shapes(resolved: Resolved, limits: HostLimits) -> list[StepShape]:
     nothing, and few large ones verify much."""
     width = resolved.speculation_tokens
     own = 0 if limits.drafter is not None else width  # proposed on the device
+    chunks = chunk_shapes(limits.budget, 0 if resolved.elastic else own)
     shapes = usual_shapes(resolved.max_num_seqs, 1 + width, own)
     if not resolved.elastic:
-        return shapes
+        return shapes + chunks
     plain = [replace(shape, draft_width=0) for shape in shapes if shape.width == 1 and own]
-    return [shape for shape in shapes if is_first(shape.rows, shape.tokens or 0)] + plain
+    return [shape for shape in shapes if is_first(shape.rows, shape.tokens or 0)] + plain + chunks
 
 
 @dataclass(frozen=True)

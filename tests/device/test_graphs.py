@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stretto.device.graphs import MOST_LATER, GraphExecutor, bucketed, tokens_bucket, usual_shapes
+from stretto.device.graphs import MOST_LATER, GraphExecutor, bucketed, chunk_shapes, tokens_bucket, usual_shapes
 from stretto.device.runner import Finish
 from stretto.sample.features import SHORT, StepShape
 from stretto.sample.processors import TokenMasks
@@ -37,6 +37,15 @@ def test_steps_of_chunks_have_few_buckets_where_weights_take_the_time() -> None:
     shapes = [StepShape(rows=r, tokens=t, logits=r, width=1, draft_width=0) for r in range(1, 65)
               for t in range(r, 513)]
     assert len({bucketed(s) for s in shapes}) < 50
+
+
+def test_steps_of_chunks_beside_up_to_64_rows_are_captured_at_the_start() -> None:
+    """However many rows and tokens they have, greedy or drawn: in 10 graphs."""
+    shapes = [StepShape(rows=r, tokens=t, logits=r, width=1, draft_width=4, sampled=sampled) for r in range(1, 65)
+              for t in range(r + SHORT, 513) for sampled in (False, True)]
+    captured = {bucketed(shape) for shape in chunk_shapes(8192, 4)}
+    assert {bucketed(shape) for shape in shapes} == captured and len(captured) == 10
+    assert {b.tokens for b in captured} > {bucketed(shape).tokens for shape in chunk_shapes(300, 4)} >= {64, 320}
 
 
 @pytest.mark.parametrize("short", [False, True])
