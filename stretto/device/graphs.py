@@ -55,7 +55,7 @@ def tokens_bucket(rows: int, tokens: int, short: bool) -> int:
 def bucketed(shape: StepShape) -> StepShape:
     """The bucket of a shape. Tokens and logits are at least the rows, as one of each is the common case. Widths, which
     cost a few ids a row, are 1 or large: a graph for each of them would be captured in the middle of serving. For the
-    same reason steps with chunks have as many rows as cost nothing beside their tokens, and all draw where one might."""
+    same reason steps with chunks have as many rows as cost nothing beside their tokens, and are as if some row drew."""
     assert shape.tokens is not None and shape.logits is not None
     rows = bucket_of(shape.rows) if shape.short else coarse_bucket_of(shape.rows)
     tokens = tokens_bucket(rows, shape.tokens, shape.short)
