@@ -2,7 +2,7 @@
 families at one shape, models of experts, weights and KV caches of 8 and 4 bits.
 
     python -m benchmarks.families_gpu --json out.json
-    python -m benchmarks.families_gpu --only experts cells
+    python -m benchmarks.families_gpu --only experts cells --kernels
 
 Weights are random. Models have fewer layers than those they are named after, so that many fit a short run; what one
 layer costs does not change. Of experts only those count that a step touches: they are counted, since with random
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine_gpu import LLAMA, RandomTensors, read_rate
+from benchmarks.engine_gpu import LLAMA, RandomTensors, print_kernels, read_rate
 from benchmarks.step_gpu import Lab, Rows, chunk, decode, multiply_rate
 from stretto.attn.select import choose_backend
 from stretto.device.graphs import GraphExecutor, bucketed
@@ -114,6 +114,7 @@ class Made:
     expert_numbers: int
     cell: int  # bytes of KV of a token, of layers without a window
     window_cell: int
+    rate: float = 1.0  # how many times as fast as in bfloat16 the layers' matrices may be multiplied
 
     @torch.inference_mode()
     def touched(self, rows: list[Rows]) -> float:
@@ -151,7 +152,7 @@ class Made:
         window = next((w for w in c.windows if w is not None), 0)
         cells = sum(r.count * (r.context * self.cell + min(r.context, window) * self.window_cell) for r in rows)
         pairs = sum(r.tokens * (r.tokens + 1) / 2 for r in rows if r.tokens > 17)
-        return (max(stored / read, active * tokens / multiply) + max(head / read, head * out / multiply)
+        return (max(stored / read, active * tokens / multiply / self.rate) + max(head / read, head * out / multiply)
                 + max(cells / read, 4 * c.n_layers * c.n_heads * c.head_dim * pairs / multiply))
 
 
@@ -178,8 +179,9 @@ def make(architecture: str, shape: dict, seqs: int, cells: int, context: int, la
     backend = choose_backend(model.layers, page, device, model.dtype, kv_dtype=cell_type)
     runner = Runner(model, backend, kv, SlotTable(seqs + 1, context, page, len(groups), device))
     each = {group.window is None: bytes_per_token(model.layers, group, kv.dtype) for group in groups}
+    eight = layout is not None and layout.eight_bit_inputs
     return Made(Lab(runner, GraphExecutor(runner, LARGEST_GRAPH), config), config, *parts, each.get(True, 0),
-                each.get(False, 0))
+                each.get(False, 0), 2.0 if eight else 1.0)
 
 
 def parts_of(config: ModelConfig, source: RandomWeights) -> tuple[int, int, int, int]:
@@ -231,6 +233,7 @@ SECTIONS = {"packed": packed, "experts": experts, "cells": cells, "families": fa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--kernels", action="store_true", help="print the kernels of each step by time")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs are not captured on the default stream
@@ -239,9 +242,12 @@ def main() -> None:
     for section in args.only:
         for name, built, cases in SECTIONS[section]():
             try:
-                for row in measure(name, built(), cases, rates):
+                made = built()
+                for row in measure(name, made, cases, rates):
                     found.append(row)
                     print(json.dumps(row), flush=True)
+                for rows in cases if args.kernels else ():
+                    print_kernels(made.lab.record(rows), f"{name}, {rows}", 1)
             except Exception as e:  # the others are still worth their time
                 print(f"{name}: {type(e).__name__}: {e}", flush=True)
             torch.cuda.empty_cache()

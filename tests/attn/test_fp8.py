@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stretto.attn.api import GroupSpec, LayerSpec
@@ -49,6 +49,7 @@ def test_what_is_stored_is_exact_in_the_types_of_activations(dtype):
                        codes.double() * torch.exp2(exponents.double() - 127)[:, None])
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=4, max_size=4))
 def test_any_finite_head_comes_back_finite_and_the_same_when_stored_again(head):
     x = torch.tensor([head])
