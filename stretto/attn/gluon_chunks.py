@@ -383,6 +383,7 @@ class Ring:
 
 ROWS = 2 * GROUP_ROWS.value  # query rows of a tile
 RINGS = {64: Ring(128, 2), 128: Ring(128, 2)}  # by head size
+LAYOUT = gl.NVMMASharedLayout(128, 16, 2)  # of 16-bit numbers, rows of 128 bytes swizzled
 REGISTERS = 168  # of a thread at the start; the groups that multiply take 232 of what the copying one gives
 
 
@@ -398,8 +399,7 @@ def serves(layer: LayerSpec, tile_rows: int, cache: torch.Tensor) -> bool:
 def _as_rows(cache: torch.Tensor, box: int) -> TensorDescriptor:
     """The cells of a cache, [cells, Hkv * D], to be copied `box` cells of one head at a time."""
     pages, page, heads, dim = cache.shape
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    return TensorDescriptor(cache, [pages * page, heads * dim], [cache.stride(1), 1], [box, dim], layout)
+    return TensorDescriptor(cache, [pages * page, heads * dim], [cache.stride(1), 1], [box, dim], LAYOUT)
 
 
 def launch_chunks(programs: int, layer: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,

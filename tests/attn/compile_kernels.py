@@ -12,21 +12,23 @@ import json
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from stretto.attn.gluon_chunks import LAYOUT, REGISTERS, RINGS, attend_chunks_kernel
 from stretto.attn.tiles import FewTokens, KernelConfig, Tile, kernel_config, padded
 from stretto.attn.triton_kernels import ITEM_WORDS, attend_kernel, plan_kernel
 
 ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-def build(kernel, pointers: dict[str, str], constants: dict, options: dict, arch: int) -> int:
+def build(kernel, pointers: dict[str, str], constants: dict, options: dict, arch: int, source=ASTSource) -> int:
     names = kernel.arg_names
     rest = {n: "constexpr" if n in constants else "fp32" if n.endswith("_scale") else "i32" for n in names}
     aligned = [n for n in names if n in pointers or (n.endswith("_stride") and n != "table_stride")]
-    source = ASTSource(kernel, {n: pointers.get(n, rest[n]) for n in names},
-                       {(names.index(n),): v for n, v in constants.items()},
-                       {(names.index(n),): [["tt.divisibility", 16]] for n in aligned})
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).metadata.shared
+    made = source(kernel, {n: pointers.get(n, rest[n]) for n in names},
+                  {(names.index(n),): v for n, v in constants.items()},
+                  {(names.index(n),): [["tt.divisibility", 16]] for n in aligned if "desc" not in n})
+    return triton.compile(made, target=GPUTarget("cuda", arch, 32), options=options).metadata.shared
 
 
 def build_plan(config: KernelConfig, few: FewTokens, window: int, arch: int) -> int:
@@ -50,6 +52,18 @@ def build_attend(kind: int, tile: Tile, args: argparse.Namespace) -> int:
     return build(attend_kernel, pointers, constants, options, args.arch)
 
 
+def build_chunks(args: argparse.Namespace) -> int:
+    """The kernel of chunks on sm_90."""
+    data, ring, page = "*" + args.dtype, RINGS[args.head_dim], 16
+    cells = f"tensordesc<{args.dtype}[{page}, {args.head_dim}],{LAYOUT!r}>"
+    pointers = dict(q=data, k_desc=cells, v_desc=cells, tables="*i32", items="*i32", counts="*i32", arrivals="*i32",
+                    out=data, partial_out="*fp32", partial_lse="*fp32", sinks=data)
+    constants = dict(WINDOW=args.window, SOFTCAP=args.softcap, SINKS=args.sinks, PAGE=page, G=4, HEADS_KV=8,
+                     D=args.head_dim, KEYS=ring.keys, STAGES=ring.stages, WORDS=ITEM_WORDS, PDL=True)
+    options = {"num_warps": 4, "maxnreg": REGISTERS}
+    return build(attend_chunks_kernel, pointers, constants, options, args.arch, GluonASTSource)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("arch", type=int)
@@ -63,6 +77,8 @@ def main() -> None:
     for few in config.few:
         print(json.dumps({"plan": build_plan(config, few, args.window, args.arch)}))
     print(json.dumps({"chunk": build_attend(0, config.chunk, args)}))
+    if args.arch == 90 and args.head_dim in RINGS and args.dtype != "fp32":
+        print(json.dumps({"chunk on sm_90": build_chunks(args)}))
     for tile in {few.tile for few in config.few}:
         shared = build_attend(1, tile, args)
         print(json.dumps({f"few {tile.keys}": shared, f"few {tile.keys} of all programs": tile.programs * shared}))
