@@ -1,9 +1,9 @@
 """Attention of short steps of few rows in one launch a layer, from the projected heads to the attended ones: norm of
 heads, rotation, write of keys and values, attention over the cells, joined parts.
 
-Such a step waits for latency, not for bandwidth, so what counts is how many loads wait for one another. There is no work
-list: programs are (split, KV head, row). What earlier steps wrote is loaded before the launch before has ended; the
-step's own keys and values, which that launch makes, take their places in the tile in registers.
+Such a step waits for latency, not for bandwidth, so what counts is how many loads wait for one another. There is no
+work list: programs are (split, KV head, row). What earlier steps wrote is loaded before the launch before has ended;
+the step's own keys and values, which that launch makes, take their places in the tile in registers.
 
     cells of a row   | earlier steps ............ base | this step, kv_len |
     programs         |-- split 0 --|-- split 1 --|-- split 2 --|             up to SPLITS of a multiple of KEYS cells
@@ -116,9 +116,8 @@ def short_kernel(qkv, rope, q_weight, k_weight, k_cache, v_cache, tables, slots,
     HALF: tl.constexpr = D // 2
     HEADS: tl.constexpr = HEADS_KV * G
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PDL:
-        if early == 0:
-            tl.extra.cuda.gdc_wait()
+    if PDL and early == 0:
+        tl.extra.cuda.gdc_wait()
     base = tl.load(bases + row)
     tokens = tl.load(q_lens + row)
     token = tl.load(cu_q + row)
@@ -190,7 +189,7 @@ def short_kernel(qkv, rope, q_weight, k_weight, k_cache, v_cache, tables, slots,
         else:
             sum_at = ((row * SPLITS + split) * MOST + i // G) * HEADS + q_head
             tl.store(partial_out + sum_at[:, None] * D + both, y, mask=ok[:, None])
-            tl.store(partial_lse + sum_at, tl.where(l > 0, m + tl.log2(l), LOWEST), mask=ok)
+            tl.store(partial_lse + sum_at, tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), LOWEST), mask=ok)
             arrival = arrivals + row * HEADS_KV + head
             tl.debug_barrier()  # every thread's sums stand before the arrival that announces them
             if tl.atomic_add(arrival, 1, sem="acq_rel") == splits - 1:
@@ -237,8 +236,8 @@ def launch_short(sizes: ShortLaunch, layer: LayerSpec, qkv: torch.Tensor, rope: 
                  k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, group: int, partials: torch.Tensor,
                  arrivals: torch.Tensor, early: bool, pdl: bool) -> torch.Tensor:
     """qkv [T, H + 2 Hkv, D] as projected; rope as `ops.layer.Rope` on CUDA; partials float32, at least
-    sizes.partials * H * (D + 1); arrivals int32, rows * Hkv, zeros and zeros again afterwards. `early`: a launch of this
-    step came long before. Returns [T, H, D]."""
+    sizes.partials * H * (D + 1); arrivals int32, rows * Hkv, zeros and zeros again afterwards. `early`: a launch of
+    this step came long before. Returns [T, H, D]."""
     out = torch.empty(sizes.tokens, layer.n_heads, layer.head_dim, dtype=qkv.dtype, device=qkv.device)
     table, sums = step.page_tables[group], sizes.partials * layer.n_heads
     angles, weights = rope[0], (rope[0], rope[0]) if norm is None else (norm.q, norm.k)

@@ -12,7 +12,7 @@ from stretto.attn.api import LayerSpec
 from stretto.attn.triton_short import launch_short, short_launch
 from stretto.ops.launch import overlaps
 from stretto.ops.layer import HeadWeights, rotate_and_write_reference
-from tests.attn.oracle import expected, make_case, relative_error
+from tests.attn.oracle import expected, make_case, relative_error, scan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -58,7 +58,7 @@ def check(layer, q_lens, kv_lens, dtype=torch.float32, normed=False, early=False
 @pytest.mark.parametrize(("group", "normed"), [(1, False), (4, True), (7, False)])
 def test_rows_of_every_kind(group, normed):
     """New cells alone, across the edge of a block, behind many splits; rows and tokens of padding."""
-    check(layer_of(group), [1, 0, 8, 1, 3], [1, 40, 70, 600, 64], normed=normed, pad_rows=2, pad_tokens=3)
+    check(layer_of(group), [1, 0, 8, 1, 3], [1, 40, 70, 260, 64], normed=normed, pad_rows=2, pad_tokens=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,7 +67,32 @@ def test_one_row(dtype):
 
 
 def test_splits_of_several_blocks():
-    check(layer_of(2, n_kv_heads=1), [5, 1], [650, 513], page_size=1)
+    check(layer_of(2, n_kv_heads=1), [5, 1], [390, 257], page_size=1)
+
+
+def attended(case, layer, qkv, q_lens, kv_lens):
+    """Of rows of these lengths with the cells of `case`; their tokens are the last of those that `qkv` holds, a row."""
+    q, kv = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in (q_lens, kv_lens))
+    step = dataclasses.replace(case.step, q_len=q, kv_len=kv, base=kv - q, cu_q=scan(q), most_tokens=8)
+    tokens = torch.cat([mine[len(mine) - n :] for mine, n in zip(qkv, q_lens)])
+    tokens = torch.cat((tokens, torch.zeros(len(step.ids) - len(tokens), *tokens.shape[1:], device=DEVICE).to(tokens)))
+    sizes = short_launch(layer, step)
+    angles = torch.arange(CONTEXT, device=DEVICE)[:, None] * 0.1 ** torch.arange(layer.head_dim // 2, device=DEVICE)
+    rope = torch.cat((angles.cos(), angles.sin()), -1), step.positions
+    return launch_short(sizes, layer, tokens, rope, None, case.k_cache.clone(), case.v_cache.clone(), step, 0,
+                        torch.empty(sizes.partials * layer.n_heads * (layer.head_dim + 1), device=DEVICE),
+                        torch.zeros(64, dtype=torch.int32, device=DEVICE), False, overlaps(DEVICE))
+
+
+def test_a_row_does_not_depend_on_the_batch():
+    """Alone, or beside others, in one bucket."""
+    layer, lengths = layer_of(2), [300, 200, 20, 64]
+    case = make_case(layer, [4] * 4, lengths, dtype=torch.bfloat16, device=str(DEVICE))
+    qkv = list(torch.randn(4, 4, layer.n_heads + 2 * layer.n_kv_heads, 64).bfloat16().to(DEVICE))
+    beside = attended(case, layer, qkv, [1, 4, 1, 2], lengths)
+    alone = attended(case, layer, qkv, [1, 0, 0, 0], lengths)
+    assert torch.equal(alone[0], beside[0])
+    assert torch.equal(attended(case, layer, qkv, [0, 4, 0, 0], lengths)[:4], beside[1:5])
 
 
 @pytest.mark.parametrize("change", [dict(window=64), dict(softcap=5.0), dict(has_sinks=True), dict(head_dim=96)])
