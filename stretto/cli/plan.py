@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 
 from stretto.cli.failures import EXIT_REFUSED, CommandFailed, UsageError
 from stretto.cli.options import Json
-from stretto.cli.screen import show
+from stretto.cli.screen import error_screen, show
 from stretto.config import parse_size
 from stretto.plan.hardware import Hardware, engine, find_hardware
 from stretto.plan.load import Load, Talk, parse_load, read_trace
@@ -110,7 +110,8 @@ def run(model: str, *, hw: str = "h200", load: str = "rate=1,prompt=64..2048,out
                             serving.accepted)
     except ValueError as e:
         raise UsageError(str(e)) from e
-    options = plan(question)
+    with error_screen().status("simulating"):
+        options = plan(question)
     if as_json:
         print(json.dumps(as_data(question, options), indent=2))
     else:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 USUAL_SECONDS = 120.0  # that a drawn load lasts, as long as that is
 LEAST_TURNS, MOST_TURNS = 400, 2500  # turns, about
+LOOKED_AT = 20_000  # turns of a trace; a minute of a plan
 ANSWER_SECONDS = 3.0  # a guess, to say how many turns a user has in some time
 
 
@@ -240,6 +241,9 @@ def _talk(entries: Sequence[tuple[float, int, int]], start: float) -> Talk:
     return Talk(entries[0][0] - start, turns)
 
 
-def thinned(talks: Sequence[Talk], replicas: int) -> list[Talk]:
-    """Every so many-th conversation: what one of several replicas gets of a trace."""
-    return list(talks[::replicas])
+def shares(talks: Sequence[Talk], replicas: int) -> list[Sequence[Talk]]:
+    """What each of several replicas gets of a trace whose conversations are dealt out in turn. Of a trace of more than
+    LOOKED_AT turns some replicas are left out, evenly: what is looked at holds about so many."""
+    turns = sum(len(talk.turns) for talk in talks)
+    step = max(1, min(replicas, turns // LOOKED_AT))
+    return [talks[one::replicas] for one in range(0, replicas, step)]

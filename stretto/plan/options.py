@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from stretto.plan.hardware import Engine, Hardware
-from stretto.plan.load import LEAST_TURNS, Load, Talk, thinned
+from stretto.plan.load import LEAST_TURNS, Load, Talk, shares
 from stretto.plan.shapes import Shape
-from stretto.plan.simulate import Outcome, Replica, simulate, simulate_long
+from stretto.plan.simulate import Outcome, Replica, Together, simulate, simulate_long
 from stretto.plan.steps import Steps
 
 UTILIZATION = 0.9  # of a device's memory, as the engine takes it by default
@@ -20,7 +20,6 @@ GROUPS = (1, 2, 4, 8)
 START, FACTOR = 16.0, 4.0  # of the search for what a replica bears, in requests a second or users
 CROWD, TURNS_EACH = 1.25, 8  # people for a place of a replica that is always full, turns of each
 BISECTIONS, CLOSE = 7, 1.03
-GROWING = 2.0  # how much longer the last third of requests may wait than the third before
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ class _Capacity:
         goals = self._question.goals
         if outcome.between(0.99) > goals.between:
             return f"next token: 99 % within {1e3 * outcome.between(0.99):.0f} ms"
-        if outcome.first_token(0.99) > goals.first or _grows(outcome.waited):
+        if outcome.first_token(0.99) > goals.first or outcome.grows:
             if outcome.blocked_by_kv > 0.2 * outcome.seconds:
                 return "KV memory: requests wait until others have ended"
             waits = sum(outcome.waited) > 0.5 * sum(outcome.first)
@@ -216,7 +215,7 @@ class _Capacity:
     # ------------------------------------------------------------------------------------------------------ traces
     def _of_trace(self, talks: Sequence[Talk]) -> Option:
         def run(replicas: int) -> Outcome:
-            return simulate(self._replica, thinned(talks, replicas))
+            return Together.of([simulate(self._replica, share) for share in shares(talks, replicas)])
 
         high = 1
         while (broken := self._broken(run(high))) and high < len(talks):
@@ -235,16 +234,8 @@ class _Capacity:
 
 
 def _rate_of_trace(talks: Sequence[Talk], seconds: float) -> float:
-    """Generated tokens a second of the whole trace, of which a replica has done its share after so many seconds; the
-    last request may come to another one."""
+    """Generated tokens a second of the whole trace, of which the last replica has done its share after so many
+    seconds; the last request may come to one that was not looked at."""
     last = max(talk.at + sum(turn.think for turn in talk.turns) for talk in talks)
     return sum(turn.output for talk in talks for turn in talk.turns) / max(seconds, last)
 
-
-def _grows(waited: Sequence[float]) -> bool:
-    """Requests wait longer and longer: more comes than goes."""
-    third = len(waited) // 3
-    if third < 20:
-        return False
-    before, last = waited[third : 2 * third], waited[-third:]
-    return sum(last) > GROWING * sum(before) + 0.05 * third

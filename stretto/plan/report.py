@@ -13,6 +13,7 @@ from stretto.plan.hardware import engine_origin
 from stretto.plan.load import Load
 from stretto.plan.options import Option, Question
 
+UNITS = {"requests/s": "req/s"}  # narrow, so that the table fits 80 columns
 KV_DTYPES = {8: "fp8_e4m3"}  # bits of a number in the KV cache -> --kv-cache-dtype, where it is not the model's own
 AUTO_DRAFTS = 4  # of `--speculation-tokens auto`, which like a plan verifies them where that pays
 
@@ -73,8 +74,8 @@ def render(question: Question, options: Sequence[Option]) -> RenderableType:
     facts.add_row("goals", f"99 of 100: first token within {1e3 * question.goals.first:.0f} ms, the next within"
                            f" {1e3 * question.goals.between:.0f} ms; {question.headroom:.0%} of what a replica bears")
     table = Table(box=None, padding=(0, 1), pad_edge=False, show_edge=False)
-    for title in ("GPUs", "of", "chunk", "KV", f"bears\n{unit}", "first, ms\np50  p99", "next, ms\np50  p99",
-                  "tokens/s"):
+    for title in ("GPUs", "of", "chunk", "KV", f"bears\n{UNITS.get(unit, unit)}", "first, ms\np50  p99",
+                  "next, ms\np50  p99", "tokens/s"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("breaks first", overflow="fold")
     for option in best_of_each(options):
@@ -97,8 +98,12 @@ def _cells(option: Option) -> list[str]:
         return ["-", str(option.ranks), "", kv, "-", "-", "-", "-", option.limit]
     first, between = ([1e3 * of(q) for q in (0.5, 0.99)] for of in (outcome.first_token, outcome.between))
     return [f"{option.devices:,}", f"{option.replicas:,} x {option.ranks}", str(option.schedule.chunk), kv,
-            f"{option.per_replica:,.3g}", f"{first[0]:,.0f}  {first[1]:,.0f}", f"{between[0]:.1f}  {between[1]:.1f}",
-            f"{option.output_rate:,.0f}", option.limit.partition(":")[0]]
+            _three_digits(option.per_replica), f"{first[0]:,.0f}  {first[1]:,.0f}",
+            f"{between[0]:.1f}  {between[1]:.1f}", f"{option.output_rate:,.0f}", option.limit.partition(":")[0]]
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _advice(question: Question, options: Sequence[Option]) -> str:

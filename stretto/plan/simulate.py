@@ -26,6 +26,7 @@ from stretto.host.cost import CostModel, StepWork
 from stretto.plan.load import Drawn, Talk
 
 ROUNDING = 1e-6
+GROWING, LEAST_THIRD = 2.0, 20  # how much longer the last third of requests may wait than the third before; of so many
 WARM = 0.2  # share of a drawn load in which the batch fills
 
 
@@ -115,6 +116,44 @@ class Outcome:
     def load(self) -> float:
         """Share of the time in which steps ran."""
         return self.busy / self.seconds if self.seconds else 0.0
+
+    @property
+    def grows(self) -> bool:
+        """Requests wait longer and longer: more comes than goes."""
+        third = len(self.waited) // 3
+        if third < LEAST_THIRD:
+            return False
+        before, last = self.waited[third : 2 * third], self.waited[-third:]
+        return sum(last) > GROWING * sum(before) + 0.05 * third
+
+
+@dataclass
+class Together(Outcome):
+    """Of several replicas side by side: what all their users see. Its times in all are those of a replica on the
+    average; `seconds` are those of the last."""
+
+    growing: bool = False  # on some replica
+
+    @classmethod
+    def of(cls, parts: Sequence[Outcome]) -> Together:
+        """`parts`: one or more."""
+        made = cls(seconds=max(part.seconds for part in parts), growing=any(part.grows for part in parts),
+                   most_kv=max(part.most_kv for part in parts))
+        for part in parts:
+            made.first += part.first
+            made.waited += part.waited
+            made.gaps += part.gaps
+            made.busy += part.busy / len(parts)
+            made.blocked_by_kv += part.blocked_by_kv / len(parts)
+            made.prompt_tokens += part.prompt_tokens
+            made.cached_tokens += part.cached_tokens
+            made.output_tokens += part.output_tokens
+            made.turns += part.turns
+        return made
+
+    @property
+    def grows(self) -> bool:
+        return self.growing
 
 
 @dataclass(eq=False)

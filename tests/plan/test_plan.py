@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +16,8 @@ from stretto.cli.main import build_app, run_app
 from stretto.host.cost import CostModel, StepWork
 from stretto.plan import load as drawing
 from stretto.plan.hardware import Hardware, engine, find_hardware, known_hardware
-from stretto.plan.load import Lengths, Load, Talk, Turn, parse_load, read_trace
-from stretto.plan.options import Goals, Option, Question, kv_room, plan
+from stretto.plan.load import Lengths, Load, Talk, Turn, parse_load, read_trace, shares
+from stretto.plan.options import MOST_SEATS, Goals, Option, Question, kv_room, plan
 from stretto.plan.report import as_data
 from stretto.plan.shapes import find_shape, known_shapes
 from stretto.plan.simulate import CostTable, Replica, _steps_until, simulate, simulate_long
@@ -243,6 +244,34 @@ def test_a_trace_is_planned_too(tmp_path: Path):
     assert found[0].fits and found[0].replicas >= 1
     twice = sorted([*trace, *trace])
     assert devices(plan(Question(SMALL, ONE, engine(), twice, Goals(1.0, 0.05)))) >= devices(found)
+
+
+def test_every_replica_of_a_trace_is_judged():
+    """Dealt out to an even number, the first replicas have all the short questions and the second ones all the long."""
+    trace = [Talk(0.05 * n, (Turn(3000, 40) if n % 2 else Turn(20, 40),)) for n in range(300)]
+    goals = Goals(0.5, 0.1)
+    (best, *_) = plan(Question(SMALL, ONE, engine(), trace, goals))
+    assert best.fits and best.outcome is not None
+    first_of_two = simulate(_replica_of(best), trace[::2])
+    assert first_of_two.first_token(0.99) < goals.first and first_of_two.between(0.99) < goals.between
+    assert best.replicas > 2, "only the first of two was looked at"
+    seen = [one for n in range(best.replicas) for one in simulate(_replica_of(best), trace[n::best.replicas]).first]
+    assert sorted(seen) == sorted(best.outcome.first) and len(seen) == 300
+    assert np.quantile(seen, 0.99) <= goals.first
+
+
+def _replica_of(option: Option) -> Replica:
+    steps = Steps(SMALL, ONE, engine(), option.ranks)
+    return Replica(steps.cost(option.schedule.budget + MOST_SEATS), option.kv_tokens, MOST_SEATS,
+                   option.schedule.budget, option.schedule.chunk)
+
+
+def test_of_a_long_trace_enough_is_looked_at(monkeypatch: pytest.MonkeyPatch):
+    trace = [Talk(float(n), (Turn(1, 1), Turn(1, 1))) for n in range(1000)]
+    assert [len(share) for share in shares(trace, 4)] == [250] * 4
+    monkeypatch.setattr(drawing, "LOOKED_AT", 500)
+    assert [list(share) for share in shares(trace, 8)] == [trace[0::8], trace[4::8]]
+    assert [len(share) for share in shares(trace, 3)] == [334], "one at least"
 
 
 def test_a_short_trace_has_its_own_tokens_a_second(tmp_path: Path):
