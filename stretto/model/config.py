@@ -48,6 +48,11 @@ _GEMMA: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 256, "sliding_wi
                           "query_pre_attn_scalar": 256}
 _GLM: dict[str, Any] = {"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
                         "rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5}
+_QWEN3_NEXT: dict[str, Any] = {
+    "max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
@@ -68,12 +73,9 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096,
                             "max_window_layers": 28, "moe_intermediate_size": 768, "num_experts_per_tok": 8,
                             "norm_topk_prob": False, "decoder_sparse_step": 1},
-    "Qwen3NextForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 256,
-                             "intermediate_size": 5632, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
-                             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 512,
-                             "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1,
-                             "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-                             "linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    "Qwen3NextForCausalLM": _QWEN3_NEXT | {"intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10},
+    "Qwen3_5ForCausalLM": _QWEN3_NEXT | {"num_key_value_heads": 4},
+    "Qwen3_5MoeForCausalLM": _QWEN3_NEXT | {"intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8},
     "Llama4ForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
                           "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "intermediate_size_mlp": 16384,
                           "num_experts_per_tok": 1, "num_local_experts": 16, "interleave_moe_layer_step": 1,
@@ -89,14 +91,17 @@ _BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwe
                   "gemma3_text": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "phi3": "Phi3ForCausalLM",
                   "glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM", "mixtral": "MixtralForCausalLM",
                   "qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
-                  "qwen3_next": "Qwen3NextForCausalLM", "llama4_text": "Llama4ForCausalLM"}
+                  "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM",
+                  "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM", "llama4_text": "Llama4ForCausalLM"}
 
 _TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
                "Mistral3ForConditionalGeneration": "MistralForCausalLM",
-               "Llama4ForConditionalGeneration": "Llama4ForCausalLM"}
+               "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+               "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+               "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM"}
 
 _WITHOUT_WINDOWS = ("LlamaForCausalLM", "Olmo2ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM")
-_WITH_STATES = ("Qwen3NextForCausalLM",)
+_WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 _WINDOWS_EVERYWHERE = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
 _FULL_EVERY = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6, "GptOssForCausalLM": 2}  # every n-th layer has no window
 
@@ -192,7 +197,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
     kept = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "quantization_config")
     outer = {key: config[key] for key in kept if config.get(key) is not None}
-    return {**config.get("text_config", {}), **outer, "architectures": [family]}
+    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return {**tied, **config.get("text_config", {}), **outer, "architectures": [family]}
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from stretto.model.families.olmo2 import olmo2
 from stretto.model.families.phi3 import phi3
 from stretto.model.families.qwen2 import qwen2
 from stretto.model.families.qwen3 import qwen3
-from stretto.model.families.qwen3_next import qwen3_next
+from stretto.model.families.qwen3_next import qwen3_5, qwen3_next
 from stretto.model.weights import Weights
 
 GROUP = "stretto.models"
@@ -49,6 +49,8 @@ NATIVE: dict[str, Builder] = {
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5MoeForCausalLM": qwen3_5,
 }
 
 

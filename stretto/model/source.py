@@ -23,7 +23,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."),
                   ("model.language_model.", "model."))
 _OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.", "model.vision_tower.",
-                "model.multi_modal_projector.")
+                "model.multi_modal_projector.", "model.visual.")
 
 
 class WeightError(ValueError):

@@ -35,6 +35,7 @@ FAMILIES = (
     Family("Qwen3-MoE", ("Qwen3MoeForCausalLM",), "experts, dense layers between them; head norms"),
     Family("Qwen3-Next", ("Qwen3NextForCausalLM",), "three of four layers keep a state (gated delta rule); gated heads;"
            " a shared expert"),
+    Family("Qwen3.5, text", ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), "as Qwen3-Next, with experts or without"),
     Family("MiMo", ("MiMoForCausalLM",), "its predicting layer is the drafter `mtp`"),
     Family("Gemma 2", ("Gemma2ForCausalLM",), "soft caps of scores and logits; windows in every other layer"),
     Family("Gemma 3, text", ("Gemma3ForCausalLM",), "head norms; two rotations; windows in five of six layers"),

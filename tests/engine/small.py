@@ -69,6 +69,9 @@ def family(name: str, window: int | None) -> tuple[type, transformers.Pretrained
             shared_expert_intermediate_size=32, linear_num_key_heads=2, linear_num_value_heads=4,
             linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention", "full_attention",
                                                                           "linear_attention"])),
+        "qwen3_5": lambda: (t.Qwen3_5ForCausalLM, t.Qwen3_5TextConfig(
+            **SHAPE, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+            linear_value_head_dim=8, layer_types=["linear_attention", "full_attention", "linear_attention"])),
         "llama4": lambda: (t.Llama4ForCausalLM, t.Llama4TextConfig(  # a layer that does not rotate, experts, an MLP
             **SHAPE, **experts, head_dim=16, intermediate_size_mlp=80, attention_chunk_size=CONTEXT, floor_scale=20,
             no_rope_layers=[1, 0, 1], moe_layers=[0, 1])),

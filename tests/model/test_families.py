@@ -28,6 +28,8 @@ QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size"
 QWEN3_NEXT = QWEN3_MOE | {"shared_expert_intermediate_size": 40, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
                           "linear_key_head_dim": 8, "linear_value_head_dim": 12, "layer_types":
                           ["linear_attention", "full_attention", "linear_attention"]}
+QWEN3_5 = {"head_dim": 16} | {name: QWEN3_NEXT[name] for name in QWEN3_NEXT if name.startswith(("linear", "layer"))}
+QWEN3_5_MOE = {name: value for name, value in QWEN3_NEXT.items() if name != "intermediate_size"}
 LLAMA4 = {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 16, "intermediate_size_mlp": 72,
           "no_rope_layer_interval": 2, "floor_scale": 10, "attn_scale": 0.6, "attention_chunk_size": 64}
 FAMILIES = {
@@ -82,6 +84,9 @@ FAMILIES = {
                                                              "linear_conv_kernel_dim": 2, "attention_bias": True}),
     "qwen3-next-some-dense": ("Qwen3Next", QWEN3_NEXT | {"mlp_only_layers": [0], "linear_num_value_heads": 2,
                                                          "num_hidden_layers": 4, "layer_types": None}),
+    "qwen3.5": ("Qwen3_5", QWEN3_5 | {"linear_num_key_heads": 4}),
+    "qwen3.5-tied": ("Qwen3_5", QWEN3_5 | {"tie_word_embeddings": True, "partial_rotary_factor": 0.5}),
+    "qwen3.5-moe": ("Qwen3_5Moe", QWEN3_5_MOE),
     "llama4": ("Llama4", LLAMA4),
     "llama4-some-dense": ("Llama4", LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "floor_scale": 7,
                                               "num_experts_per_tok": 3}),
@@ -122,17 +127,18 @@ def test_mimo_is_qwen2_whose_predicting_layer_is_left_to_drafters(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
-@pytest.mark.parametrize("family", ["Gemma3", "Mistral3", "Llama4"])
+@pytest.mark.parametrize("family", ["Gemma3", "Mistral3", "Llama4", "Qwen3_5"])
 def test_the_text_part_of_a_multimodal_checkpoint(family, layout, tmp_path):
     """Two layouts of names are in use; what belongs to images is left where it is."""
     text = {"Gemma3": ("Gemma3", GEMMA), "Mistral3": ("Mistral", {"head_dim": 16}),
-            "Llama4": ("Llama4", LLAMA4)}[family]
+            "Llama4": ("Llama4", LLAMA4), "Qwen3_5": ("Qwen3_5", QWEN3_5)}[family]
     oracle = save(tmp_path, text[0], **text[1])
     path = tmp_path / "model.safetensors"
     head = {"language_model.model.": "language_model.lm_head."}.get(layout, "lm_head.")
     tensors = {name.replace("model.", layout, 1) if name.startswith("model.") else name.replace("lm_head.", head): t
                for name, t in load_file(path).items()}
-    images = {name: torch.ones(3, 3) for name in ("vision_tower.a.weight", "multi_modal_projector.b.weight")}
+    images = {name: torch.ones(3, 3) for name in ("vision_tower.a.weight", "multi_modal_projector.b.weight",
+                                                  "model.visual.c.weight")}
     save_file(tensors | images, path, metadata={"format": "pt"})
     inner = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({
@@ -142,6 +148,18 @@ def test_the_text_part_of_a_multimodal_checkpoint(family, layout, tmp_path):
     torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
     assert model.config.eos_token_ids[:2] == (1, 106)
     assert model_facts(tmp_path).parameters == sum(p.numel() for p in oracle.parameters())
+
+
+def test_experts_that_are_stored_together(tmp_path):
+    """As the first checkpoints of Qwen3.5 hold them."""
+    oracle = save(tmp_path, "Qwen3_5Moe", **QWEN3_5_MOE)
+    path = tmp_path / "model.safetensors"
+    tensors = {name: t for name, t in load_file(path).items() if ".experts." not in name}
+    together = {name: t.detach().clone() for name, t in oracle.state_dict().items() if ".experts." in name}
+    assert {name.rpartition(".")[2] for name in together} == {"gate_up_proj", "down_proj"}
+    save_file(tensors | together, path, metadata={"format": "pt"})
+    model, ids = load_model(tmp_path, dtype=torch.float32, device=CPU), ids_of(12)
+    torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
 
 
 def test_llama4_serves_the_first_chunk_of_its_attention(tmp_path):

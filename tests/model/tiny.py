@@ -11,7 +11,8 @@ SIZES = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hid
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
 # Where a model's configuration is called otherwise than the model.
-CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig", "Qwen3_5": "Qwen3_5TextConfig",
+           "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 
 def save(folder: Path, family: str, *, seed: int = 0, shard: str = "5GB", **config) -> transformers.PreTrainedModel:

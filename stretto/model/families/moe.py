@@ -68,19 +68,39 @@ def _qwen3_mlp(config: ModelConfig, w: Weights, index: int) -> MLP:
 def separate_experts(config: ModelConfig, w: Weights, name: str, inner: int, names: dict[str, str], route: Route,
                      shared: Callable[[torch.Tensor], torch.Tensor] | None = None) -> ExpertMLP:
     """Experts of which the checkpoint holds each by itself, "NAME.experts.0.w1.weight"."""
-    if config.hidden_act not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     n, hidden, shard = _experts_of(config), config.hidden_size, w.shard
-    if inner % shard.ranks:
-        raise ConfigError(f"{inner} inner features of an expert cannot be shared equally by {shard.ranks} ranks")
     each = [f"{name}.experts.{e}" for e in range(n)]
     gate_up = w.matrices([rows_of(shard, f"{expert}.{names[part]}.weight", inner)
                           for expert in each for part in ("gate", "up")], hidden, single=True)
     down = w.matrices([whole(f"{expert}.{names['down']}.weight", hidden) for expert in each], inner, cut_columns=True,
                       single=True)
-    return ExpertMLP(Linear(w, [(f"{name}.gate", n)], hidden), expert_weights(w, n, gate_up),
-                     expert_weights(w, n, down), Gate(config.hidden_act), route, n_experts=n,
-                     chosen=config.value("num_experts_per_tok"), inner=inner // shard.ranks, shard=shard,
+    return gated_experts(config, w, f"{name}.gate", inner, expert_weights(w, n, gate_up), expert_weights(w, n, down),
+                         route, shared)
+
+
+def stored_together(config: ModelConfig, w: Weights, name: str, inner: int, route: Route,
+                    shared: Callable[[torch.Tensor], torch.Tensor] | None = None) -> ExpertMLP:
+    """Experts of which the checkpoint holds all in two tensors: "NAME.experts.gate_up_proj" [E, 2 F, hidden] and
+    "NAME.experts.down_proj" [E, hidden, F]."""
+    n, hidden = _experts_of(config), config.hidden_size
+    start, count = cut(w.shard, inner)
+    first, second = (w.take_part(f"{name}.experts.gate_up_proj", (n, 2 * inner, hidden), 1, at + start, count)
+                     for at in (0, inner))
+    gate_up = ExpertWeights(w, first, settle=lambda gate: torch.cat((gate, second), 1))
+    down = w.take_part(f"{name}.experts.down_proj", (n, hidden, inner), 2, start, count)
+    return gated_experts(config, w, f"{name}.gate", inner, gate_up, ExpertWeights(w, down), route, shared)
+
+
+def gated_experts(config: ModelConfig, w: Weights, router: str, inner: int, gate_up: Experts, down: Experts,
+                  route: Route, shared: Callable[[torch.Tensor], torch.Tensor] | None) -> ExpertMLP:
+    """A layer of experts with `inner` features each, of all ranks together."""
+    if config.hidden_act not in ACTIVATIONS:
+        raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    n, ranks = _experts_of(config), w.shard.ranks
+    if inner % ranks:
+        raise ConfigError(f"{inner} inner features of an expert cannot be shared equally by {ranks} ranks")
+    return ExpertMLP(Linear(w, [(router, n)], config.hidden_size), gate_up, down, Gate(config.hidden_act), route,
+                     n_experts=n, chosen=config.value("num_experts_per_tok"), inner=inner // ranks, shard=w.shard,
                      shared=shared)
 
 

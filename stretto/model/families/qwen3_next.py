@@ -1,9 +1,9 @@
-"""Qwen3-Next: three of four layers keep a state by the gated delta rule, the fourth attends, its heads gated; experts,
-one of them shared by all tokens.
+"""Qwen3-Next and Qwen3.5: three of four layers keep a state by the gated delta rule, the fourth attends, its heads
+gated; experts, one of them shared by all tokens, or (some of Qwen3.5) a gated MLP.
 
 A layer with a state, x [T, E] (H heads of keys, each with its share of the Hv heads of values):
 
-    q k v z = in_proj_qkvz(x);  b a = in_proj_ba(x)        checkpoints hold the rows of one key head after another
+    q k v z b a = projections of x                         Qwen3-Next holds the rows of one key head after another
     q k v = silu(conv(q k v));  q, k of length 1;  q / sqrt(K)
     o = gated_delta_rule(q, k, v, decay = -exp(A) softplus(a + dt), beta = sigmoid(b))
     out = out_proj(norm(o) * silu(z))                      the norm is of each value head
@@ -19,9 +19,9 @@ import torch.nn.functional as F
 
 from stretto.attn.api import Attend, StateSpec
 from stretto.model.config import ConfigError, ModelConfig
-from stretto.model.decoder import MLP, Decoder, Style, gated_mlp
+from stretto.model.decoder import MLP, Decoder, MakeMixer, MakeMLP, Style, gated_mlp
 from stretto.model.experts import softmax_over_all, softmax_over_chosen
-from stretto.model.families.moe import separate_experts
+from stretto.model.families.moe import separate_experts, stored_together
 from stretto.model.layers import GatedMLP, Linear, RMSNorm
 from stretto.model.shard import Shard, rows_of
 from stretto.model.weights import Weights
@@ -31,10 +31,18 @@ from stretto.ops.recurrent import StepStates, causal_conv, gated_delta_rule
 
 
 def qwen3_next(config: ModelConfig, w: Weights, context: int) -> Decoder:
+    return _decoder(config, w, context, GatedDeltaNet, _mlp)
+
+
+def qwen3_5(config: ModelConfig, w: Weights, context: int) -> Decoder:
+    return _decoder(config, w, context, SeparateGatedDeltaNet, _mlp if config.value("num_experts") else None)
+
+
+def _decoder(config: ModelConfig, w: Weights, context: int, recurrent: MakeMixer, mlp: MakeMLP | None) -> Decoder:
     w.ignore_under("mtp.")
     bias = config.attention_bias
-    return Decoder(config, w, context, Style(bias, bias, head_norm=True, offset_norm=True, gated=True, mlp=_mlp,
-                                             recurrent=GatedDeltaNet, state=_state))
+    return Decoder(config, w, context, Style(bias, bias, head_norm=True, offset_norm=True, gated=True, mlp=mlp,
+                                             recurrent=recurrent, state=_state))
 
 
 class _Sizes:
@@ -76,9 +84,7 @@ class GatedDeltaNet:
         """`index`: which of the layers with states this one is."""
         name, s, whole = f"model.layers.{layer}.linear_attn", _Sizes(config, w.shard.ranks), _Sizes(config)
         self.index, self.sizes, self.eps, self._fixed = index, s, config.norm_eps, w.fixed
-        parts = [rows_of(w.shard, f"{name}.in_proj_qkvz", whole.channels + whole.values),
-                 rows_of(w.shard, f"{name}.in_proj_ba", 2 * whole.v_heads)]
-        self.into = Linear(w, parts, config.hidden_size, order=_row_order(s))
+        self.into = self._projections(w, name, whole, config.hidden_size)
         self.out = Linear(w, [(f"{name}.out_proj", config.hidden_size)], whole.values, summed=True)
         edges = (0, whole.keys, 2 * whole.keys, whole.channels)
         self.conv = w.stack_pieces([rows_of(w.shard, f"{name}.conv1d.weight", whole.channels, first, last - first)
@@ -86,6 +92,12 @@ class GatedDeltaNet:
         self.decay, self.bias = (w.stack_pieces([rows_of(w.shard, f"{name}.{part}", whole.v_heads)])
                                  for part in ("A_log", "dt_bias"))
         self.norm = w.take(f"{name}.norm.weight", s.v_dim)
+
+    def _projections(self, w: Weights, name: str, whole: _Sizes, hidden: int) -> Linear:
+        """To q, k, v, z, b and a, one below the other; `whole`: sizes of all ranks together."""
+        parts = [rows_of(w.shard, f"{name}.in_proj_qkvz", whole.channels + whole.values),
+                 rows_of(w.shard, f"{name}.in_proj_ba", 2 * whole.v_heads)]
+        return Linear(w, parts, hidden, order=_row_order(self.sizes))
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm | None, rope: Rope, attend: Attend) -> torch.Tensor:
         s, states = self.sizes, getattr(attend, "states", None)
@@ -109,6 +121,17 @@ class GatedDeltaNet:
 
     def _gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(out, (self.sizes.v_dim,), self.norm.float(), self.eps) * F.silu(z.float())
+
+
+class SeparateGatedDeltaNet(GatedDeltaNet):
+    """The checkpoint holds a matrix for q k v and one each for z, b and a."""
+
+    def _projections(self, w: Weights, name: str, whole: _Sizes, hidden: int) -> Linear:
+        edges, heads = (0, whole.keys, 2 * whole.keys, whole.channels), whole.v_heads
+        qkv = [rows_of(w.shard, f"{name}.in_proj_qkv", whole.channels, first, last - first)
+               for first, last in pairwise(edges)]
+        return Linear(w, [*qkv, rows_of(w.shard, f"{name}.in_proj_z", whole.values),
+                          *(rows_of(w.shard, f"{name}.in_proj_{part}", heads) for part in "ba")], hidden)
 
 
 def _share(x: torch.Tensor) -> torch.Tensor:
@@ -144,5 +167,8 @@ def _mlp(config: ModelConfig, w: Weights, index: int) -> MLP:
         return expert(x) * shares
 
     route = softmax_over_chosen if config.value("norm_topk_prob") else softmax_over_all
+    inner = config.value("moe_intermediate_size")
+    if w.holds(f"{name}.experts.gate_up_proj"):
+        return stored_together(config, w, name, inner, route, shared)
     names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    return separate_experts(config, w, name, config.value("moe_intermediate_size"), names, route, shared)
+    return separate_experts(config, w, name, inner, names, route, shared)
