@@ -1,7 +1,8 @@
-"""A trained head as a checkpoint in its public layout, weights in 8 bits with a scale for each row.
+"""A trained head as a checkpoint in its public layout, weights in 4 bits with a scale for each 64 numbers of a row.
 
-The format of the stored weights is that of compressed-tensors, "int-quantized": X.weight int8 [O, I], X.weight_scale
-[O, 1]; vectors stay as they are.
+The format of the stored weights is that of compressed-tensors, "pack-quantized": X.weight_packed int32 [O, I / 8], the
+first number in the lowest bits, offset by 8; X.weight_scale bfloat16 [O, I / 64]; X.weight_shape [2]. Vectors and
+matrices of other sizes stay as they are. A head is trained with its weights as they will be stored.
 """
 
 from __future__ import annotations
@@ -14,46 +15,82 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import parametrize
 
+from stretto.model.dequantize import dequantized
+from stretto.model.quantization import parse_quantization
+from stretto.model.source import SafetensorsSource
 from training.heads import DFlash, DSpark, Eagle3, Shape
 from training.target import Teacher
 
 Tensors, Config = dict[str, torch.Tensor], dict[str, Any]
 OF_IDS = ("lm_head.weight", "markov_head.markov_w2.weight")  # they have a row for each id that can be drafted
-QUANTIZATION = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
-                "ignore": [], "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
-                    "num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}}}}
+GROUP = 64  # numbers of a row that share a scale
+MOST = 7  # of a code: -7 .. 7
+QUANTIZATION = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+                    "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
+                    "dynamic": False}}}}
 
 
-def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[O, I] -> int8 [O, I] and scales [O, 1] float32, with which weight = int8 * scale nearly; of a weight that is so
-    already, the same again."""
-    weight = weight.float()
-    scale = (weight.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)
-    return (weight / scale).round().to(torch.int8), scale
+def is_rounded(weight: torch.Tensor) -> bool:
+    """Whether a weight is stored in 4 bits."""
+    return weight.ndim == 2 and weight.shape[0] > 1 and weight.shape[1] % GROUP == 0
+
+
+def four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[O, I] -> codes -7 .. 7 float32 [O, I] and scales [O, I / GROUP] bfloat16, whose product is nearly the weight; of
+    a weight that is so already, the same again."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    scale = (groups.abs().amax(2) / MOST).clamp(min=1e-8).bfloat16()
+    return (groups / scale.float()[..., None]).round().clamp(-MOST, MOST).flatten(1), scale
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """What a checkpoint will hold of it."""
+    codes, scale = four_bits(weight)
+    return codes * scale.float().repeat_interleave(GROUP, 1)
+
+
+class Rounded(nn.Module):
+    """A weight is multiplied by as it will be stored; its gradient is that of the stored one (straight through)."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + (rounded(weight) - weight).detach()
+
+
+def train_rounded(head: nn.Module) -> None:
+    """From now on the head multiplies by rounded weights."""
+    for part in list(head.modules()):
+        weight = getattr(part, "weight", None)
+        if isinstance(weight, nn.Parameter) and is_rounded(weight):
+            parametrize.register_parametrization(part, "weight", Rounded())
 
 
 @torch.no_grad()
 def round_weights(head: nn.Module) -> None:
     """Puts into the head what the checkpoint will hold."""
+    for part in list(head.modules()):
+        if parametrize.is_parametrized(part, "weight"):
+            parametrize.remove_parametrizations(part, "weight", leave_parametrized=True)
     for weight in head.parameters():
-        if weight.ndim == 2:
-            stored, scale = eight_bits(weight)
-            weight.copy_(stored.float() * scale.float())
+        if is_rounded(weight):
+            weight.copy_(rounded(weight))
 
 
 @torch.no_grad()
 def load(head: nn.Module, folder: Path) -> None:
     """Continues from a checkpoint that `save` wrote, of a head of the same shape; the vocabulary may have grown, and
     what it gained starts as in a new head. Raises ValueError."""
-    stored, own = load_file(folder / "model.safetensors"), head.state_dict()
-    rows = _rows_of(head, folder)
-    wrong = [name for name, weight in own.items() if name not in stored or stored[name].shape != (
+    raw, own = json.loads((folder / "config.json").read_text(encoding="utf-8")), head.state_dict()
+    stored, rows = dequantized(SafetensorsSource(folder), parse_quantization(raw)), _rows_of(head, folder)
+    names = set(stored.names())
+    wrong = [name for name, weight in own.items() if name not in names or tuple(stored.shape(name)) != (
         (len(rows), *weight.shape[1:]) if name in OF_IDS else weight.shape)]
     if wrong:
         raise ValueError(f"{folder} holds a head of another shape: {', '.join(wrong)}")
     for name, weight in own.items():
-        value = stored[name].float() * stored.get(f"{name}_scale", torch.ones(())).float()
+        value = stored.tensor(name).float()
         if name in OF_IDS:
             weight[rows] = value.to(weight.device)
         else:
@@ -80,11 +117,19 @@ def vocabulary_of(folder: Path) -> torch.Tensor:
 def tensors_of(head: nn.Module) -> Tensors:
     found: Tensors = {}
     for name, weight in head.state_dict().items():
-        if weight.ndim == 2:
-            found[name], found[f"{name}_scale"] = eight_bits(weight.cpu())
+        if is_rounded(weight):
+            codes, found[f"{name}_scale"] = four_bits(weight.cpu())
+            found[f"{name}_packed"] = words(codes.int() + 8)
+            found[f"{name}_shape"] = torch.tensor(weight.shape)
         else:
             found[name] = weight.cpu().float()
     return found
+
+
+def words(codes: torch.Tensor) -> torch.Tensor:
+    """Numbers 0 .. 15, int32 [O, I] -> int32 [O, I / 8], the first in the lowest bits."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    return (codes.unflatten(1, (-1, 8)) << shifts).sum(2, dtype=torch.int32)
 
 
 def fingerprint(norm: torch.Tensor) -> str:
@@ -94,7 +139,11 @@ def fingerprint(norm: torch.Tensor) -> str:
 
 def save(folder: Path, config: Config, tensors: Tensors) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**config, "quantization_config": QUANTIZATION}, indent=1)
+    plain = [name.removesuffix(".weight") for name, tensor in tensors.items()
+             if name.endswith(".weight") and tensor.ndim == 2]
+    more = {} if not any(name.endswith("_packed") for name in tensors) else {
+        "quantization_config": {**QUANTIZATION, "ignore": plain}}
+    text = json.dumps({**config, **more}, indent=1)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors",
               metadata={"format": "pt"})

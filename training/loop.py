@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
+from torch.nn.utils import parametrize
 
 from training.answers import VALIDATION, WINDOWS, Batch, Dataset
-from training.export import round_weights
+from training.export import round_weights, train_rounded
 from training.heads import Head, Seen, logits_of
 from training.optim import optimizers_of
 from training.target import Memory, Teacher
@@ -115,6 +116,7 @@ class Trainer:
         self.weight = options.decay ** torch.arange(drafts, device=self.device)
         self.own_ids = torch.full((len(teacher.head),), -1, device=self.device)  # of each of the target's; -1: none
         self.own_ids[head.ids] = torch.arange(len(head.ids), device=self.device)
+        train_rounded(head)
         self.optimizers = optimizers_of(head, options.rate)
         self.parameters = [p for optimizer in self.optimizers for group in optimizer.param_groups
                            for p in group["params"]]
@@ -161,7 +163,7 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda", cache_enabled=False)
 
     def loss(self, inputs: Inputs) -> torch.Tensor:
-        with self._autocast():
+        with self._autocast(), parametrize.cached():
             hidden, before = self.head.drafts(inputs.seen).flatten(0, 1), inputs.seen.before.flatten(0, 1)
             ids, weights = self._targets(inputs)
             flat = [part for pair in self.head.factors(hidden, before) for part in pair]
@@ -190,7 +192,7 @@ class Trainer:
     def right(self, inputs: Inputs) -> torch.Tensor:
         """How many drafts would be accepted after each anchor, [B, A]."""
         inputs = inputs.cut(self.drafts)
-        with self._autocast():
+        with self._autocast(), parametrize.cached():
             hidden, before = self.head.drafts(inputs.seen).flatten(0, 1), inputs.seen.before.flatten(0, 1)
             best = torch.cat([logits_of(self.head.factors(h, b)).argmax(-1) for h, b in
                               zip(hidden.split(2048), before.split(2048), strict=True)])
@@ -250,11 +252,9 @@ class Race:
         return tokens / max(steps, 1)
 
     def finish(self, name: str) -> None:
-        """Rounds the head's weights to what a checkpoint holds; says what either is worth."""
-        exact = self.accepted_length(name)
+        """Rounds the weights to what a checkpoint holds, as they were in training; says what the head is worth."""
         round_weights(self.trainers[name].head)
-        print(f"{name}: accepted length {exact:.3f}, with weights of 8 bits {self.accepted_length(name):.3f}",
-              flush=True)
+        print(f"{name}: accepted length {self.accepted_length(name):.3f}", flush=True)
 
 
 def pick_device() -> tuple[torch.device, torch.dtype]:

@@ -87,14 +87,16 @@ def matrix_bytes(weight: Packed, device: str) -> tuple[int, int]:
 
 
 class _CpuMatrix:
-    def __init__(self, bias: torch.Tensor | None):
-        self._bias = bias
+    """Inputs of another type than the scales' are rounded to it."""
+
+    def __init__(self, weight: Packed, bias: torch.Tensor | None):
+        self._bias, self._dtype = bias, weight.scales.dtype
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        made = self._product(x.contiguous())
+        made = self._product(x.to(self._dtype).contiguous()).to(x.dtype)
         return made if self._bias is None else made.add_(self._bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +110,7 @@ class Int8CpuMatrix(_CpuMatrix):
     """One scale a row."""
 
     def __init__(self, weight: Packed, bias: torch.Tensor | None = None):
-        super().__init__(bias)
+        super().__init__(weight, bias)
         self._codes, self._scales = weight.codes, weight.scales[:, 0].contiguous()
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +121,7 @@ class Int4CpuMatrix(_CpuMatrix):
     """A scale and an offset a group. 8 bits are two matrices of 4."""
 
     def __init__(self, weight: Packed, bias: torch.Tensor | None = None):
-        super().__init__(bias)
+        super().__init__(weight, bias)
         group = _cpu_group(weight.layout, weight.inputs)
         assert group is not None
         self._group, parts = group, []

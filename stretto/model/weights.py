@@ -66,12 +66,15 @@ class Weights:
     """What a model takes from a source. Parameters are filled by `fill`; until then they hold nothing."""
 
     def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device, fixed: bool = False,
-                 adapters: AdapterBank | None = None, shard: Shard | None = None, kernels: str | None = None):
+                 adapters: AdapterBank | None = None, shard: Shard | None = None, kernels: str | None = None,
+                 multiplied_in: torch.dtype | None = None):
         """`fixed`: what is made of these weights shall compute a row in one way, whatever the batch. `adapters`: where
         linear layers get room for adapters. `shard`: the rank whose part this is; None: all of it.
-        `kernels`: the type of the device that will multiply, which decides what stays packed; None: `device`'s."""
+        `kernels`: the type of the device that will multiply, which decides what stays packed; None: `device`'s.
+        `multiplied_in`: to which packed matrices round their inputs; None: `dtype`, not at all."""
         self._source, self._names = source, frozenset(source.names())
         self.dtype, self.device, self.fixed, self.adapters = dtype, device, fixed, adapters
+        self._packed_dtype = multiplied_in or dtype
         self.shard, self.kernels = shard or Shard(), kernels or device.type
         self._copies: list[_Copy | _PackedCopy] = []
         self._ignored: set[str] = set()
@@ -135,13 +138,13 @@ class Weights:
             return None
         if layout.group == inputs:  # a scale a row, however many columns of it are here
             layout = replace(layout, group=count)
-        packed = not count % layout.group and stays_packed(layout, piece.rows, count, self.dtype, self.kernels,
+        packed = not count % layout.group and stays_packed(layout, piece.rows, count, self._packed_dtype, self.kernels,
                                                            self.fixed)
         return layout if packed else None
 
     def _stack_packed(self, layout: Layout, pieces: Sequence[Piece], inputs: int, cut_columns: bool) -> Packed:
         column, width = cut(self.shard, inputs) if cut_columns else (0, inputs)
-        scales = torch.float32 if layout.kind == "fp8" else self.dtype
+        scales = torch.float32 if layout.kind == "fp8" else self._packed_dtype
         parameter = Packed.empty(layout, sum(p.rows for p in pieces), width, scales, self.device)
         at = 0
         for p in pieces:

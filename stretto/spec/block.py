@@ -32,7 +32,7 @@ from stretto.spec.api import DrafterCaps, Offer, SlotView
 from stretto.spec.context import DrafterContext, DrafterError, DraftKV, Target
 from stretto.spec.layers import layer_specs, rotary_of
 from stretto.spec.repos import DraftRepo, check_equal, check_made_for, check_vocabulary, tap_names
-from stretto.spec.sources import Renamed, parse_config
+from stretto.spec.sources import draft_weights, parse_config, renamed
 from stretto.spec.steps import StreamKV, block, last_cell, stream_of
 from stretto.spec.vocabulary import DraftHead
 
@@ -165,8 +165,8 @@ class Backbone:
                  extra: Callable[[Weights, WeightSource], None] | None = None):
         assert context.own_kv is not None and context.attention is not None
         c, self.layout, self.context = layout.config, layout, context
-        source = Renamed(repo.source(), tensor_name)
-        w, names = Weights(source, context.dtype, context.device), set(source.names())
+        source = renamed(repo.source(), tensor_name, context.device)
+        w, names = draft_weights(source, context), set(source.names())
         self.specs, self.backend = layer_specs(c), context.attention
         self.fc = Linear(w, [("fc", c.hidden_size)], len(layout.taps) * c.hidden_size)
         self.hidden_norm = RMSNorm(w, "hidden_norm", c.hidden_size, c.norm_eps)

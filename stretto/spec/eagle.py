@@ -13,13 +13,12 @@ import torch
 from stretto.attn.api import Attend
 from stretto.model.config import ModelConfig
 from stretto.model.layers import Linear, RMSNorm
-from stretto.model.weights import Weights
 from stretto.spec.api import Drafter, DrafterCaps
 from stretto.spec.chain import ChainDrafter
 from stretto.spec.context import DrafterContext, DrafterSizes, Target
 from stretto.spec.layers import DraftLayer, kv_groups, layer_specs, rotary_of, style_of
 from stretto.spec.repos import DraftRepo, check_equal, check_vocabulary, count_parameters, open_repo
-from stretto.spec.sources import Renamed, parse_config
+from stretto.spec.sources import draft_weights, parse_config, renamed
 
 WIDEST = 16  # drafts a row; each costs a pass of the head, so more than a few seldom pay
 
@@ -41,8 +40,8 @@ class EagleModel:
 
     def __init__(self, repo: DraftRepo, config: ModelConfig, context: DrafterContext):
         assert context.model is not None
-        source = Renamed(repo.source(), plain_name)
-        w = Weights(source, context.dtype, context.device)
+        source = renamed(repo.source(), plain_name, context.device)
+        w = draft_weights(source, context)
         hidden = config.hidden_size
         self.layers, self.max_position = layer_specs(config), config.max_position
         self.fc = Linear(w, [("fc", hidden)], 2 * hidden, bias="fc.bias" in set(source.names()))

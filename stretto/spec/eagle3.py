@@ -21,7 +21,6 @@ import torch
 from stretto.attn.api import Attend
 from stretto.model.config import ModelConfig
 from stretto.model.layers import Embedding, Linear, RMSNorm
-from stretto.model.weights import Weights
 from stretto.spec.api import Drafter, DrafterCaps
 from stretto.spec.chain import ChainDrafter
 from stretto.spec.context import DrafterContext, DrafterError, DrafterSizes, Target
@@ -35,7 +34,7 @@ from stretto.spec.repos import (
     open_repo,
     tap_names,
 )
-from stretto.spec.sources import Renamed, parse_config
+from stretto.spec.sources import draft_weights, parse_config, renamed
 from stretto.spec.vocabulary import DraftHead, count_head_drafter
 
 
@@ -97,8 +96,8 @@ class Eagle3Model:
 
     def __init__(self, repo: DraftRepo, layout: Layout, context: DrafterContext):
         c, self.layout = layout.config, layout
-        source = Renamed(repo.source(), tensor_name)
-        w, names = Weights(source, context.dtype, context.device), set(source.names())
+        source = renamed(repo.source(), tensor_name, context.device)
+        w, names = draft_weights(source, context), set(source.names())
         assert context.target is not None
         eps, width = c.norm_eps, context.target.hidden_size
         self.layers, self.max_position = layer_specs(c), c.max_position

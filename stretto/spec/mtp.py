@@ -22,14 +22,13 @@ from stretto.model.layers import Linear, RMSNorm
 from stretto.model.quantization import parse_quantization
 from stretto.model.registry import NATIVE
 from stretto.model.source import SafetensorsSource, WeightSource
-from stretto.model.weights import Weights
 from stretto.spec.api import Drafter, DrafterCaps
 from stretto.spec.chain import ChainDrafter
 from stretto.spec.context import DrafterContext, DrafterError, DrafterSizes, Target
 from stretto.spec.eagle import chain_caps
 from stretto.spec.layers import DraftLayer, kv_groups, layer_specs, rotary_of, style_of
 from stretto.spec.repos import count_parameters, split_settings
-from stretto.spec.sources import Renamed, parse_config
+from stretto.spec.sources import draft_weights, parse_config, renamed
 from stretto.wire import STATE
 
 
@@ -59,8 +58,9 @@ class MTPModel:
     def __init__(self, naming: Naming, source: WeightSource, config: ModelConfig, context: DrafterContext):
         assert context.model is not None
         c, self.naming = config, naming
-        own = Renamed(source, lambda n: "mtp." + n.removeprefix(naming.prefix) if n.startswith(naming.prefix) else None)
-        w = Weights(own, context.dtype, context.device)
+        own = renamed(source, lambda n: "mtp." + n.removeprefix(naming.prefix) if n.startswith(naming.prefix) else None,
+                      context.device)
+        w = draft_weights(own, context)
         w.ignore("mtp.embed_tokens.weight", "mtp.shared_head.head.weight")
         self.layers, self.max_position = layer_specs(c)[-1:], c.max_position
         self.token_norm = RMSNorm(w, f"mtp.{naming.token_norm}", c.hidden_size, c.norm_eps)

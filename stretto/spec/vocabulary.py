@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from stretto.model.matrix import best_matrix
+from stretto.model.layers import matrix_of
+from stretto.model.shard import whole
 from stretto.model.source import WeightSource
 from stretto.model.weights import Weights
 from stretto.spec.context import DrafterContext, DrafterError
@@ -37,24 +38,24 @@ class DraftHead:
             raise DrafterError(f"{repo.name}: d2t maps {len(self.ids)} ids; draft_vocab_size is {rows}")
         self._lent = None
         if "lm_head.weight" in names:
-            self._weight = w.take("lm_head.weight", rows, hidden_size)
+            self._weights = w.matrices([whole("lm_head.weight", rows)], hidden_size)
             w.then(self._settle)
         elif self.ids is not None:
-            self._weight = _lent_rows(repo, context, self.ids, hidden_size)
+            self._weights = [_lent_rows(repo, context, self.ids, hidden_size)]
             w.then(self._settle)
         else:
             assert context.model is not None
             self._lent = context.model.logits
 
     def _settle(self) -> None:
-        self._matrix = best_matrix(self._weight)
-        del self._weight
+        self._matrix = matrix_of(self._weights, None, fixed=False)
+        del self._weights
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, E] -> [N, V] float32 over the target's ids."""
         if self._lent is not None:
             return self._lent(hidden)
-        logits = self._matrix(hidden).float()
+        logits = self._matrix.logits(hidden)
         return logits if self.ids is None else self.spread(logits)
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:

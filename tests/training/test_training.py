@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from stretto.model.dequantize import dequantized, unpack
 from stretto.model.load import load_model
+from stretto.model.quantization import parse_quantization
+from stretto.model.source import SafetensorsSource
 from stretto.testing import Ask, Setup, greedy, make_engine, run, target_of
 from training import export, prompts
 from training.answers import Answered, Answers, Dataset
@@ -53,8 +57,9 @@ def save_head(kind: str, folder: Path, head, teacher: Teacher) -> None:
     getattr(export, kind)(folder, head, teacher, shape_for(kind, teacher), *more)
 
 
-def drafted(head, teacher: Teacher, ids: list[int], known: int) -> list[int]:
-    """What the head, as it is trained, drafts after ids[:known], given that the drafts before were those of `ids`."""
+def short_of_best(head, teacher: Teacher, ids: list[int], known: int) -> torch.Tensor:
+    """By how much each of the drafts ids[known:] is less likely than the one that the head, as it is trained, finds
+    likeliest there, given those before: of logits, in standard deviations of all. [drafts]"""
     tokens = torch.tensor([ids])
     taps, _ = teacher.states(tokens)
     before = tokens[:, None, known - 1 : len(ids) - 1]
@@ -62,8 +67,10 @@ def drafted(head, teacher: Teacher, ids: list[int], known: int) -> list[int]:
     seen = Seen(taps, teacher.embedding[tokens], torch.zeros_like(position), position, torch.tensor([[known - 1]]),
                 teacher.embedding[before], before)
     hidden = head.drafts(seen)[0, 0, : before.shape[-1]]
-    best = logits_of(head.factors(hidden[None], before.flatten(0, 1))).argmax(-1)
-    return head.ids[best].tolist()
+    logits = logits_of(head.factors(hidden[None], before.flatten(0, 1)))
+    chosen = torch.searchsorted(head.ids, tokens[0, known:])
+    assert torch.equal(head.ids[chosen], tokens[0, known:])
+    return (logits.max(-1).values - logits.gather(1, chosen[:, None])[:, 0]) / logits.std(-1)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
@@ -77,15 +84,16 @@ def test_the_engine_drafts_what_was_trained(kind: str, teacher: Teacher, tmp_pat
     asked = str(tmp_path / kind)  # the configuration says what it is
     engine = make_engine(model, asked, target_of(model, STORIES), Setup(width=5, page_size=4, chunk=16))
     answers = run(engine, [Ask(str(i), prompt, greedy(NEW)) for i, prompt in enumerate(PROMPTS)])
-    checked, ids_seen = 0, set()
+    short, ids_seen = [], set()
     for i, prompt in enumerate(PROMPTS):
         answer = answers[str(i)]
         for known, offer in sorted(answer.offers.items()):
             ids = [*prompt, *answer.token_ids][:known] + list(offer)
-            assert drafted(head, teacher, ids, known) == list(offer), f"{kind}: prompt {i}, {known} known ids"
-            checked += len(offer)
+            short += short_of_best(head, teacher, ids, known).tolist()
             ids_seen.update(offer)
-    assert checked > 3 * NEW and len(ids_seen) > 8
+    assert len(short) > 3 * NEW and len(ids_seen) > 8
+    # the engine rounds what packed matrices are multiplied by, so two ids that are as good as equal may change places
+    assert max(short) < 0.05 and sum(s == 0 for s in short) > 0.95 * len(short), sorted(short)[-8:]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
@@ -206,12 +214,31 @@ def test_cross_entropy_has_the_gradients_of_the_plain_one():
 
 
 @torch.no_grad()
-def test_eight_bits_are_near(tmp_path: Path):
-    weight = torch.randn(50, 30) * torch.logspace(-3, 1, 50)[:, None]
-    stored, scale = export.eight_bits(weight)
-    assert stored.dtype is torch.int8 and int(stored.abs().max()) == 127
-    error = (stored.float() * scale.float() - weight).abs().amax(1)
-    assert bool((error <= 0.51 * scale.float()[:, 0]).all())
+def test_four_bits_are_near_and_stay_what_they_are():
+    weight = torch.randn(50, 3 * export.GROUP) * torch.logspace(-3, 1, 50)[:, None]
+    codes, scale = export.four_bits(weight)
+    assert int(codes.abs().max()) == export.MOST and scale.shape == (50, 3)
+    once = export.rounded(weight)
+    assert bool(((once - weight).abs().unflatten(1, (3, -1)).amax(2) <= 0.53 * scale.float()).all())
+    assert torch.equal(export.rounded(once), once)
+    assert torch.equal(unpack(export.words(codes.int() + 8), 4).float() - 8, codes)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_heads_are_trained_as_they_will_be_stored(kind: str, teacher: Teacher, tmp_path: Path):
+    """What a trainer multiplies by is what the file holds, to the last bit; the file is small; gradients reach all."""
+    head = make_head(kind, teacher)
+    trainer = Trainer(head, 5, teacher, Options())
+    used = {name: part.weight.detach().clone() for name, part in head.named_modules()
+            if isinstance(part, torch.nn.Linear | torch.nn.Embedding)}
+    assert len(trainer.parameters) == len(list(head.parameters()))
+    save_head(kind, tmp_path / kind, head, teacher)
+    raw = json.loads((tmp_path / kind / "config.json").read_text())
+    stored = dequantized(SafetensorsSource(tmp_path / kind), parse_quantization(raw))
+    for name, weight in used.items():
+        assert torch.equal(stored.tensor(f"{name}.weight").float(), weight), name
+    small = {name for name, weight in used.items() if export.is_rounded(weight)}
+    assert small and not small & set(raw["quantization_config"]["ignore"])
 
 
 # ------------------------------------------------------------------------------------------------------------- prompts
