@@ -1,5 +1,6 @@
 """Layers that keep a state of fixed size in place of cells: where a step finds each row's state and where it leaves it,
-a short causal convolution, and the gated delta rule. Torch references, which run on CPUs, and Triton kernels on CUDA.
+a short causal convolution, the gated delta rule, and state spaces. Torch references, which run on CPUs, and Triton
+kernels on CUDA.
 
 The state of the first n tokens of a slot stands in cell n % cells of the slot (`wire.state_cells`). A step reads the
 cell of `base`, and leaves the state behind each position that the row may end at, so that whatever is accepted of a
@@ -89,17 +90,19 @@ class StepStates:
 
 
 # --------------------------------------------------------------------------------------------------------- convolution
-def causal_conv(x: torch.Tensor, weight: torch.Tensor, memory: PartMemory, where: StateStep) -> torch.Tensor:
-    """silu of the sum over the last W inputs of each channel times weight [C, W]. x [T, C] -> [T, C] float32. The state
-    is the last W - 1 inputs, [C, W - 1]. Two launches on CUDA."""
+def causal_conv(x: torch.Tensor, weight: torch.Tensor, memory: PartMemory, where: StateStep,
+                bias: torch.Tensor | None = None) -> torch.Tensor:
+    """silu of bias [C] and the sum over the last W inputs of each channel times weight [C, W]. x [T, C] -> [T, C]
+    float32. The state is the last W - 1 inputs, [C, W - 1]. Two launches on CUDA."""
     if x.is_cuda:
         from stretto.ops.triton_recurrent import launch_conv
 
-        return launch_conv(x, weight, memory, where)
-    return causal_conv_reference(x, weight, memory, where)
+        return launch_conv(x, weight, memory, where, bias)
+    return causal_conv_reference(x, weight, memory, where, bias)
 
 
-def causal_conv_reference(x: torch.Tensor, weight: torch.Tensor, memory: PartMemory, where: StateStep) -> torch.Tensor:
+def causal_conv_reference(x: torch.Tensor, weight: torch.Tensor, memory: PartMemory, where: StateStep,
+                          bias: torch.Tensor | None = None) -> torch.Tensor:
     """`causal_conv` in torch's operations."""
     width, rows, x, weight = weight.shape[1], where.step.rows, x.float(), weight.float()
     before = memory.slots[where.step.slots.long(), where.first]  # [R, C, W - 1]
@@ -111,7 +114,7 @@ def causal_conv_reference(x: torch.Tensor, weight: torch.Tensor, memory: PartMem
         return torch.where((offset >= back)[:, None], x[(tokens - back).clamp(min=0)], old)
 
     every = torch.arange(len(x), device=x.device)
-    made = x * weight[:, -1]
+    made = x * weight[:, -1] + (0 if bias is None else bias.float())
     for back in range(1, width):
         made = made + input_before(every, back) * weight[:, width - 1 - back]
     kept, slots, cells = where.kept
@@ -137,12 +140,26 @@ def gated_delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: t
         from stretto.ops.triton_delta import launch_delta_rule
 
         return launch_delta_rule(q, k, v, decay, beta, memory, where, dtype)
-    return gated_delta_rule_reference(q, k, v, decay, beta, memory, where)
+    return recurrence_reference(q, k, v, decay, beta, memory, where)
 
 
-def gated_delta_rule_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor,
-                               beta: torch.Tensor, memory: PartMemory, where: StateStep) -> torch.Tensor:
-    """`gated_delta_rule` in torch's operations."""
+def state_space(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, memory: PartMemory,
+                where: StateStep, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Mamba-2 (Dao and Gu 2024, https://arxiv.org/abs/2405.21060), whose C, B and dt * x are q, k and v here:
+
+        S = exp(decay) S + k v;    out = q S
+
+    Otherwise as `gated_delta_rule`."""
+    if q.is_cuda:
+        from stretto.ops.triton_delta import launch_delta_rule
+
+        return launch_delta_rule(q, k, v, decay, None, memory, where, dtype)
+    return recurrence_reference(q, k, v, decay, None, memory, where)
+
+
+def recurrence_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor,
+                         beta: torch.Tensor | None, memory: PartMemory, where: StateStep) -> torch.Tensor:
+    """`gated_delta_rule` in torch's operations; without beta `state_space`."""
     each = v.shape[1] // q.shape[1]
     tokens = _Tokens(q.repeat_interleave(each, 1), k.repeat_interleave(each, 1), v, decay, beta, torch.zeros_like(v))
     lengths = where.step.q_len.tolist()
@@ -188,7 +205,7 @@ class _Tokens:
     k: torch.Tensor
     v: torch.Tensor
     decay: torch.Tensor
-    beta: torch.Tensor
+    beta: torch.Tensor | None
     out: torch.Tensor
 
     def one_by_one(self, state: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor, leave: Leave) -> None:
@@ -198,7 +215,7 @@ class _Tokens:
             at = start[rows] + offset
             q, k, v = self.q[at].unsqueeze(2), self.k[at].unsqueeze(2), self.v[at]
             now = state[rows] * self.decay[at].exp()[..., None, None]
-            change = (v - torch.matmul(k, now).squeeze(2)) * self.beta[at].unsqueeze(2)
+            change = v if self.beta is None else (v - torch.matmul(k, now).squeeze(2)) * self.beta[at].unsqueeze(2)
             now = now + k.transpose(2, 3) * change.unsqueeze(2)
             self.out[at] = torch.matmul(q, now).squeeze(2)
             state[rows] = now
@@ -215,17 +232,24 @@ class _Tokens:
             leave(torch.tensor([stop - 1], device=state.device), state[None])
 
     def _segment(self, state: torch.Tensor, at: slice) -> torch.Tensor:
-        """The chunked form (section 3.3 there): the changes of all tokens from one triangular system. Returns the
-        state behind the last one."""
+        """The chunked form (section 3.3 there): all tokens at once. Returns the state behind the last one."""
         q, k, v = (x[at].transpose(0, 1) for x in (self.q, self.k, self.v))  # [H, N, D]
-        beta, total = self.beta[at].t().unsqueeze(2), self.decay[at].t().cumsum(1)  # [H, N, 1], [H, N]
+        total = self.decay[at].t().cumsum(1)  # [H, N]
         between = (total.unsqueeze(2) - total.unsqueeze(1)).tril().exp().tril()  # decay from token j to token i >= j
-        system = (k * beta) @ k.transpose(1, 2) * between
         from_start = total.exp().unsqueeze(2)
-        wanted = torch.cat((v * beta, k * beta * from_start), 2)
-        solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-        own, read = solved.split((v.shape[2], k.shape[2]), 2)
-        changes = own - read @ state
+        changes = v
+        if self.beta is not None:
+            changes = _changes(k, v, self.beta[at].t().unsqueeze(2), between, from_start, state)
         self.out[at] = ((q * from_start) @ state + (q @ k.transpose(1, 2) * between) @ changes).transpose(0, 1)
         to_end = (total[:, -1:] - total).exp().unsqueeze(2)
         return state * from_start[:, -1:] + (k * to_end).transpose(1, 2) @ changes
+
+
+def _changes(k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, between: torch.Tensor, from_start: torch.Tensor,
+             state: torch.Tensor) -> torch.Tensor:
+    """What each token of a segment adds to a state, [H, N, V]: from one triangular system."""
+    system = (k * beta) @ k.transpose(1, 2) * between
+    wanted = torch.cat((v * beta, k * beta * from_start), 2)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    own, read = solved.split((v.shape[2], k.shape[2]), 2)
+    return own - read @ state

@@ -1,4 +1,5 @@
-"""The Triton kernels of the gated delta rule (`recurrent.py`). Imported only where they are going to run.
+"""The Triton kernels of the gated delta rule and of state spaces (`recurrent.py`). Imported only where they are going
+to run.
 
 A short row is fed token by token. A long one is fed in chunks of C tokens, by the chunked form of Yang et al. 2024
 (https://arxiv.org/abs/2412.06464, section 3.3), in two launches. In a chunk, total[i] is the sum of its decays up to
@@ -8,6 +9,9 @@ token i, and G[i, j] = exp(total[i] - total[j]) for j <= i, else 0:
                           own = inverse (beta v);     read = inverse (beta k exp(total));     within = (q k^T) G
     one after another     change = own - read S;      out = q exp(total) S + within change
                           S = exp(total[-1]) S + (k exp(total[-1] - total))^T change
+
+Where nothing is taken back from a state (DELTA off, Mamba-2: Dao and Gu 2024, https://arxiv.org/abs/2405.21060), a
+change is v itself, and what only serves to find it falls away.
 
 A row's state is read and written by the programs of that row alone, each its own part of it, so that a cell may be
 written in the step that reads it.
@@ -54,7 +58,7 @@ def chunking(dtype: torch.dtype) -> Chunking:
 @triton.jit
 def tokens_kernel(q, k, v, decay, beta, out, memory, page_states, pages, slots, cu_q, q_len, n_out, base, v_stride,
                   most, CELLS: tl.constexpr, HEADS: tl.constexpr, EACH: tl.constexpr, K: tl.constexpr,
-                  V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr):
+                  V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, PDL: tl.constexpr):
     """One program for BV features of one value head of a row of up to `most` tokens: its part of the state stays in
     registers."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -75,8 +79,9 @@ def tokens_kernel(q, k, v, decay, beta, out, memory, page_states, pages, slots, 
         q_t, k_t = tl.load(q + qk, mask=ok_k, other=0.0), tl.load(k + qk, mask=ok_k, other=0.0)
         v_t = tl.load(v + token * v_stride + head * V + vs, mask=ok_v, other=0.0)
         state *= tl.exp(tl.load(decay + token * HEADS + head))
-        change = (v_t - tl.sum(state * k_t[:, None], 0)) * tl.load(beta + token * HEADS + head)
-        state += k_t[:, None] * change[None, :]
+        if DELTA:
+            v_t = (v_t - tl.sum(state * k_t[:, None], 0)) * tl.load(beta + token * HEADS + head)
+        state += k_t[:, None] * v_t[None, :]
         tl.store(out + (token * HEADS + head) * V + vs, tl.sum(state * q_t[:, None], 0), mask=ok_v)
         if t >= kept:
             tl.store(cells + (first + t + 1) % CELLS * HEADS * K * V, state, mask=ok)
@@ -119,8 +124,8 @@ def _inverse(system, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.conste
 @triton.jit
 def ready_kernel(q, k, v, decay, beta, q_ready, k_ready, read, own, within, totals, cu_q, q_len, v_stride, n_rows, most,
                  HEADS: tl.constexpr, EACH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-                 BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
-                 UPCAST: tl.constexpr, PDL: tl.constexpr):
+                 BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, DELTA: tl.constexpr,
+                 PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr):
     """One program for a chunk and a value head: what needs no state. See the top of this file for the names."""
     head = tl.program_id(1)
     begin(PDL)
@@ -129,32 +134,32 @@ def ready_kernel(q, k, v, decay, beta, q_ready, k_ready, read, own, within, tota
         i, ks, vs = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
         token = (tl.load(cu_q + row) + first + i).to(tl.int64)
         real = i < n - first
-        ok_k, ok_v = real[:, None] & (ks < K)[None, :], real[:, None] & (vs < V)[None, :]
+        ok_k = real[:, None] & (ks < K)[None, :]
         qk = (token * (HEADS // EACH) + head // EACH)[:, None] * K + ks[None, :]
         of_head = token * HEADS + head
         decays = tl.load(decay + of_head, mask=real, other=0.0)
-        share = tl.load(beta + of_head, mask=real, other=0.0)
         total, last = tl.cumsum(decays, 0), tl.sum(decays, 0)
         below = i[:, None] >= i[None, :]
         fades = tl.where(below, tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0)), 0.0)
         k_i = tl.load(k + qk, mask=ok_k, other=0.0)
         wide = of_head[:, None] * K + ks[None, :]
         tl.store(k_ready + wide, (k_i * tl.exp(last - total)[:, None]).to(k_ready.dtype.element_ty), mask=ok_k)
-        k_i = k_i.to(read.dtype.element_ty)
+        k_i = k_i.to(k_ready.dtype.element_ty)
         q_i = tl.load(q + qk, mask=ok_k, other=0.0)
-        tl.store(q_ready + wide, (q_i * tl.exp(total)[:, None]).to(q_ready.dtype.element_ty), mask=ok_k)
-        seen = dot(q_i.to(read.dtype.element_ty), tl.trans(k_i), None, PRECISION, UPCAST) * fades
-        tl.store(within + of_head[:, None] * C + i[None, :], seen.to(within.dtype.element_ty), mask=real[:, None])
-        alike = dot(k_i, tl.trans(k_i), None, PRECISION, UPCAST)
-        system = tl.where(i[:, None] > i[None, :], alike * fades * share[:, None], 0.0)
-        inverse = _inverse(system, C, LEVELS, PRECISION, UPCAST)
-        by_share = (inverse * share[None, :]).to(read.dtype.element_ty)
-        v_i = tl.load(v + token[:, None] * v_stride + head * V + vs[None, :], mask=ok_v, other=0.0)
-        made = dot(by_share, v_i.to(read.dtype.element_ty), None, PRECISION, UPCAST)
-        tl.store(own + of_head[:, None] * V + vs[None, :], made, mask=ok_v)
-        by_share = (inverse * (share * tl.exp(total))[None, :]).to(read.dtype.element_ty)
-        made = dot(by_share, k_i, None, PRECISION, UPCAST)
-        tl.store(read + wide, made.to(read.dtype.element_ty), mask=ok_k)
+        tl.store(q_ready + wide, (q_i * tl.exp(total)[:, None]).to(k_i.dtype), mask=ok_k)
+        seen = dot(q_i.to(k_i.dtype), tl.trans(k_i), None, PRECISION, UPCAST) * fades
+        tl.store(within + of_head[:, None] * C + i[None, :], seen.to(k_i.dtype), mask=real[:, None])
+        if DELTA:
+            share = tl.load(beta + of_head, mask=real, other=0.0)
+            alike = dot(k_i, tl.trans(k_i), None, PRECISION, UPCAST)
+            system = tl.where(i[:, None] > i[None, :], alike * fades * share[:, None], 0.0)
+            inverse = _inverse(system, C, LEVELS, PRECISION, UPCAST)
+            v_i = tl.load(v + token[:, None] * v_stride + head * V + vs[None, :],
+                          mask=real[:, None] & (vs < V)[None, :], other=0.0)
+            made = dot((inverse * share[None, :]).to(k_i.dtype), v_i.to(k_i.dtype), None, PRECISION, UPCAST)
+            tl.store(own + of_head[:, None] * V + vs[None, :], made, mask=real[:, None] & (vs < V)[None, :])
+            by_share = (inverse * (share * tl.exp(total))[None, :]).to(k_i.dtype)
+            tl.store(read + wide, dot(by_share, k_i, None, PRECISION, UPCAST).to(k_i.dtype), mask=ok_k)
         tl.store(totals + of_head, total, mask=real)
 
 
@@ -171,9 +176,9 @@ def _state_behind(state, change, k, totals, key, of_head, t, ok, i, PRECISION: t
 
 @triton.jit
 def chunks_kernel(k, q_ready, k_ready, read, own, within, totals, out, memory, page_states, pages, slots, cu_q, q_len,
-                  n_out, base, most, CELLS: tl.constexpr, HEADS: tl.constexpr, EACH: tl.constexpr, K: tl.constexpr,
-                  V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
-                  UPCAST: tl.constexpr, PDL: tl.constexpr):
+                  n_out, base, own_stride, most, CELLS: tl.constexpr, HEADS: tl.constexpr, EACH: tl.constexpr,
+                  K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+                  DELTA: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr):
     """One program for BV features of one value head of a row of more than `most` tokens, chunk after chunk."""
     row, head = tl.program_id(0), tl.program_id(1)
     i, ks, vs = tl.arange(0, C), tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
@@ -192,18 +197,20 @@ def chunks_kernel(k, q_ready, k_ready, read, own, within, totals, out, memory, p
             real = i < n - first
             ok_k, ok_v = real[:, None] & (ks < K)[None, :], real[:, None] & (vs < V)[None, :]
             of_head = token * HEADS + head
-            wide, narrow = of_head[:, None] * K + ks[None, :], of_head[:, None] * V + vs[None, :]
-            read_i = tl.load(read + wide, mask=ok_k, other=0.0)
+            wide = of_head[:, None] * K + ks[None, :]
             q_i = tl.load(q_ready + wide, mask=ok_k, other=0.0)
             k_i = tl.load(k_ready + wide, mask=ok_k, other=0.0)
             seen = tl.load(within + of_head[:, None] * C + i[None, :], mask=real[:, None], other=0.0)
-            own_i = tl.load(own + narrow, mask=ok_v, other=0.0)
+            own_i = tl.load(own + token[:, None] * own_stride + head * V + vs[None, :], mask=ok_v, other=0.0)
             page = tl.load(pages + token, mask=real, other=0)
             total = tl.load(totals + (start + tl.minimum(first + C, n) - 1) * HEADS + head)
-            rounded = state.to(read_i.dtype)
-            change = (own_i - dot(read_i, rounded, None, PRECISION, UPCAST)).to(read_i.dtype)
+            rounded = state.to(q_i.dtype)
+            if DELTA:
+                read_i = tl.load(read + wide, mask=ok_k, other=0.0)
+                own_i -= dot(read_i, rounded, None, PRECISION, UPCAST)
+            change = own_i.to(q_i.dtype)
             made = dot(q_i, rounded, None, PRECISION, UPCAST) + dot(seen, change, None, PRECISION, UPCAST)
-            tl.store(out + narrow, made, mask=ok_v)
+            tl.store(out + of_head[:, None] * V + vs[None, :], made, mask=ok_v)
             stays = real & ((page > 0) | (first + i >= kept))
             if tl.max(stays.to(tl.int32), 0) > 0:
                 key = (token * (HEADS // EACH) + head // EACH)[:, None] * K + ks[None, :]
@@ -220,28 +227,30 @@ def chunks_kernel(k, q_ready, k_ready, read, own, within, totals, out, memory, p
 INTERPRETED = isinstance(tokens_kernel, InterpretedFunction)
 
 
-def launch_delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor,
-                      memory: PartMemory, where: StateStep, dtype: torch.dtype = torch.float32,
-                      short: int = SHORT, how: Chunking | None = None) -> torch.Tensor:
-    """As `recurrent.gated_delta_rule_reference`; zeros for padding. One launch if all rows are short or rounding may
-    not depend on the batch, else three. `dtype`: of the operands of products of chunks."""
+def launch_delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor,
+                      beta: torch.Tensor | None, memory: PartMemory, where: StateStep,
+                      dtype: torch.dtype = torch.float32, short: int = SHORT,
+                      how: Chunking | None = None) -> torch.Tensor:
+    """As `recurrent.recurrence_reference`; zeros for padding. One launch if all rows are short or rounding may not
+    depend on the batch, else three. `dtype`: of the operands of products of chunks."""
     step, (n, heads, width) = where.step, v.shape
-    assert v.stride()[1:] == (width, 1) and all(x.is_contiguous() for x in (q, k, decay, beta, memory.slots))
+    assert v.stride()[1:] == (width, 1) and all(x.is_contiguous() for x in (q, k, decay, memory.slots))
+    assert beta is None or beta.is_contiguous()
     out = torch.zeros(n, heads, width, dtype=torch.float32, device=v.device)
     most = n if step.most_tokens is None else min(n, step.most_tokens)
     one_by_one = where.fixed or most <= short
     values = min(VALUES, triton.next_power_of_2(width))
     tokens_kernel[len(step.slots), heads, triton.cdiv(width, values)](
-        q, k, v, decay, beta, out, memory.slots, memory.pages, where.pages, step.slots, step.cu_q, step.q_len,
-        step.n_out, step.base, v.stride(0), n if one_by_one else short, CELLS=where.cells, HEADS=heads,
-        EACH=heads // q.shape[1], K=q.shape[2], V=width, BK=triton.next_power_of_2(q.shape[2]), BV=values,
-        PDL=overlaps(v.device), num_warps=4, **dependent(v.device))
+        q, k, v, decay, decay if beta is None else beta, out, memory.slots, memory.pages, where.pages, step.slots,
+        step.cu_q, step.q_len, step.n_out, step.base, v.stride(0), n if one_by_one else short, CELLS=where.cells,
+        HEADS=heads, EACH=heads // q.shape[1], K=q.shape[2], V=width, BK=triton.next_power_of_2(q.shape[2]), BV=values,
+        DELTA=beta is not None, PDL=overlaps(v.device), num_warps=4, **dependent(v.device))
     if not one_by_one:
         _launch_chunks(q, k, v, decay, beta, out, memory, where, dtype, short, how or chunking(dtype))
     return out
 
 
-def _launch_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor,
+def _launch_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor | None,
                    out: torch.Tensor, memory: PartMemory, where: StateStep, dtype: torch.dtype, short: int,
                    how: Chunking) -> None:
     """Rows of more than `short` tokens."""
@@ -252,17 +261,17 @@ def _launch_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: tor
     def ready(features: int, of: torch.dtype) -> torch.Tensor:
         return torch.empty(n, heads, features, dtype=of, device=device)
 
-    q_ready, k_ready, read = (ready(size, dtype) for _ in range(3))
-    own, within, totals = ready(width, torch.float32), ready(c, dtype), ready(1, torch.float32)
+    q_ready, k_ready, within, totals = ready(size, dtype), ready(size, dtype), ready(c, dtype), ready(1, torch.float32)
+    read, own = (q_ready, v) if beta is None else (ready(size, dtype), ready(width, torch.float32))
     common = dict(HEADS=heads, EACH=heads // q.shape[1], K=size, V=width, BK=max(16, triton.next_power_of_2(size)), C=c,
-                  PRECISION="tf32x3" if dtype is torch.float32 else "tf32",
+                  DELTA=beta is not None, PRECISION="tf32x3" if dtype is torch.float32 else "tf32",
                   UPCAST=INTERPRETED and dtype is not torch.float32, PDL=overlaps(device), **dependent(device))
     ready_kernel[chunks, heads](
-        q, k, v, decay, beta, q_ready, k_ready, read, own, within, totals, step.cu_q, step.q_len, v.stride(0), rows,
-        short, BV=max(16, triton.next_power_of_2(width)), LEVELS=c.bit_length() - 1, ROWS=triton.next_power_of_2(rows),
-        num_warps=how.warps, **common)
+        q, k, v, decay, decay if beta is None else beta, q_ready, k_ready, read, own, within, totals, step.cu_q,
+        step.q_len, v.stride(0), rows, short, BV=max(16, triton.next_power_of_2(width)), LEVELS=c.bit_length() - 1,
+        ROWS=triton.next_power_of_2(rows), num_warps=how.warps, **common)
     values = max(16, min(how.values, triton.next_power_of_2(width)))
     chunks_kernel[rows, heads, triton.cdiv(width, values)](
         k, q_ready, k_ready, read, own, within, totals, out, memory.slots, memory.pages, where.pages, step.slots,
-        step.cu_q, step.q_len, step.n_out, step.base, short, CELLS=where.cells, BV=values, num_warps=how.warps_on,
-        num_stages=how.stages, **common)
+        step.cu_q, step.q_len, step.n_out, step.base, own.stride(0), short, CELLS=where.cells, BV=values,
+        num_warps=how.warps_on, num_stages=how.stages, **common)

@@ -25,9 +25,9 @@ STATE_CHANNELS = 64  # of one program that keeps the convolution's states
 
 
 @triton.jit
-def conv_kernel(x, weight, out, memory, slots, rows, cu_q, base, x_stride, n_rows, n_tokens, channels,
+def conv_kernel(x, weight, bias, out, memory, slots, rows, cu_q, base, x_stride, n_rows, n_tokens, channels,
                 CELLS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-                PDL: tl.constexpr):
+                BIAS: tl.constexpr, PDL: tl.constexpr):
     """One program for some channels of some tokens; inputs before a row's first token are in its state."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -45,6 +45,8 @@ def conv_kernel(x, weight, out, memory, slots, rows, cu_q, base, x_stride, n_row
         old = tl.load(state + i, mask=ok & (offset < back), other=0.0)
         factor = tl.load(weight + c * WIDTH + i, mask=c < channels, other=0.0).to(tl.float32)
         total += (new.to(tl.float32) + old) * factor[None, :]
+    if BIAS:
+        total += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
     made = total / (1.0 + tl.exp(-total))
     tl.store(out + token.to(tl.int64)[:, None] * channels + c[None, :], made,
              mask=(token < n_tokens)[:, None] & (c < channels)[None, :])
@@ -86,7 +88,8 @@ def conv_state_kernel(x, memory, page_states, pages, slots, cu_q, q_len, n_out, 
         tl.store(cells + (first + t + 1) % CELLS * size + at, state, mask=ok)
 
 
-def launch_conv(x: torch.Tensor, weight: torch.Tensor, memory: PartMemory, where: StateStep) -> torch.Tensor:
+def launch_conv(x: torch.Tensor, weight: torch.Tensor, memory: PartMemory, where: StateStep,
+                bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `recurrent.causal_conv_reference`, in two launches."""
     step, (n, channels), width = where.step, x.shape, weight.shape[1]
     assert x.stride(1) == 1 and weight.is_contiguous() and memory.slots.is_contiguous()
@@ -94,8 +97,9 @@ def launch_conv(x: torch.Tensor, weight: torch.Tensor, memory: PartMemory, where
     options = dict(CELLS=where.cells, WIDTH=width, PDL=overlaps(x.device), **dependent(x.device))
     tokens = 1 if n <= FEW else TOKENS
     conv_kernel[triton.cdiv(n, tokens), triton.cdiv(channels, CHANNELS)](
-        x, weight, out, memory.slots, step.slots, step.rows, step.cu_q, step.base, x.stride(0), len(step.slots), n,
-        channels, TOKENS=tokens, BLOCK=CHANNELS, num_warps=4, **options)
+        x, weight, weight if bias is None else bias, out, memory.slots, step.slots, step.rows, step.cu_q, step.base,
+        x.stride(0), len(step.slots), n, channels, TOKENS=tokens, BLOCK=CHANNELS, BIAS=bias is not None, num_warps=4,
+        **options)
     conv_state_kernel[len(step.slots), triton.cdiv(channels, STATE_CHANNELS)](
         x, memory.slots, memory.pages, where.pages, step.slots, step.cu_q, step.q_len, step.n_out, step.base,
         x.stride(0), channels, PAGE=step.page_size, BLOCK=STATE_CHANNELS, COLUMNS=triton.next_power_of_2(width - 1),

@@ -202,10 +202,11 @@ def recurrent_kernels(arch: int, pdl: bool):
     states = {name: "*fp32" for name in ("memory", "page_states", "out", "q", "k", "v", "decay", "beta")}
     states |= {"pages": "*i64", "rows": "*i64"}
     sizes = dict(CELLS=6, WIDTH=4, PDL=pdl)
-    yield "convolution", build(triton_recurrent.conv_kernel, sizes | dict(TOKENS=8, BLOCK=256), 4, arch, states)
+    tile = dict(TOKENS=8, BLOCK=256, BIAS=True)
+    yield "convolution", build(triton_recurrent.conv_kernel, sizes | tile, 4, arch, states)
     yield "its states", build(triton_recurrent.conv_state_kernel, sizes | dict(PAGE=16, BLOCK=64, COLUMNS=4), 4, arch,
                               states)
-    sizes = dict(CELLS=6, HEADS=32, EACH=2, K=128, V=128, BK=128, BV=32, PDL=pdl)
+    sizes = dict(CELLS=6, HEADS=32, EACH=2, K=128, V=128, BK=128, BV=32, DELTA=True, PDL=pdl)
     yield "delta rule", build(triton_delta.tokens_kernel, sizes, 4, arch, states)
     for dtype, kind, precision in ((torch.bfloat16, "*bf16", "tf32"), (torch.float32, "*fp32", "tf32x3")):
         how = triton_delta.chunking(dtype)

@@ -9,7 +9,7 @@ from stretto.ops.recurrent import (
     PartMemory,
     StateStep,
     causal_conv_reference,
-    gated_delta_rule_reference,
+    recurrence_reference,
 )
 from stretto.ops.triton_delta import Chunking, launch_delta_rule
 from stretto.ops.triton_recurrent import launch_conv
@@ -74,23 +74,24 @@ def check(run, right: list, kept: PartMemory, after: PartMemory, tolerance: floa
     assert torch.isfinite(out).all()
 
 
-@pytest.mark.parametrize("width, padding", [(2, 0), (4, 9)])
-def test_convolution(width, padding):
+@pytest.mark.parametrize("width, padding, biased", [(2, 0, False), (4, 9, True)])
+def test_convolution(width, padding, biased):
     step = ragged(padding)
     where = StateStep.of(step, 0, CELLS)
     assert where.pages.count_nonzero() > 20, "no token ends a page"
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(n, 70, generator=generator).to(DEVICE) for n in (len(step.ids), width))
-    x, weight = x[:, :66], weight.t()[:66].contiguous()
+    x, weight, bias = x[:, :66], weight.t()[:66].contiguous(), weight[0, :66].clone() if biased else None
     kept = of_slots((66, width - 1))
 
     def one(state, token):
         window = torch.cat((state, x[token].double()[:, None]), 1)
-        return torch.nn.functional.silu((window * weight.double()).sum(1)), window[:, 1:]
+        total = (window * weight.double()).sum(1) + (0 if bias is None else bias.double())
+        return torch.nn.functional.silu(total), window[:, 1:]
 
     right, after = plainly(step, where, kept, one)
     for run in (causal_conv_reference, launch_conv):
-        check(lambda own: run(x, weight, own, where), right, kept, after, 1e-5)  # noqa: B023
+        check(lambda own: run(x, weight, own, where, bias), right, kept, after, 1e-5)  # noqa: B023
 
 
 def delta_inputs(n: int, heads: int, each: int, k_dim: int, v_dim: int,
@@ -112,32 +113,40 @@ def delta_plainly(step: RaggedStep, where: StateStep, kept: PartMemory, q, k, v,
     def one(state, token):
         q_t, k_t = (x[token].double().repeat_interleave(each, 0)[:, :, None] for x in (q, k))
         state = state * decay[token].double().exp()[:, None, None]
-        change = (v[token].double() - (state * k_t).sum(1)) * beta[token].double()[:, None]
+        change = v[token].double()
+        if beta is not None:
+            change = (change - (state * k_t).sum(1)) * beta[token].double()[:, None]
         state = state + k_t * change[:, None]
         return (state * q_t).sum(1), state
 
     return plainly(step, where, kept, one)
 
 
-@pytest.mark.parametrize("padding, fixed", [(0, True), (9, False)])
-def test_delta_rule(padding, fixed):
+@pytest.mark.parametrize("padding, fixed, delta", [(0, True, True), (9, False, True), (9, False, False)])
+def test_recurrence(padding, fixed, delta):
     """Rows are fed token by token, short ones together, long ones in segments between the states that are kept."""
     step, heads, k_dim, v_dim = ragged(padding), 2, 6, 40
     where = StateStep.of(step, 0, CELLS, fixed)
     inputs = delta_inputs(len(step.ids), heads, 2, k_dim, v_dim)
+    inputs = inputs if delta else (*inputs[:4], None)
     kept = of_slots((heads, k_dim, v_dim))
     right, after = delta_plainly(step, where, kept, *inputs)
-    for run in (gated_delta_rule_reference, launch_delta_rule):
+    for run in (recurrence_reference, launch_delta_rule):
         check(lambda own: run(*inputs, own, where), right, kept, after, 1e-4)  # noqa: B023
 
 
-@pytest.mark.parametrize("dtype, chunk, short, alike, tolerance", [
-    (torch.float32, Chunking(16, 16), 2, False, 1e-4), (torch.float32, Chunking(16, 32), 11, True, 3e-4),
-    (torch.bfloat16, Chunking(64, 16), 11, False, 0.1), (torch.bfloat16, Chunking(16, 32), 2, True, 0.1)])
-def test_delta_rule_in_chunks(dtype, chunk, short, alike, tolerance):
+@pytest.mark.parametrize("dtype, chunk, short, delta, alike, tolerance", [
+    (torch.float32, Chunking(16, 16), 2, True, False, 1e-4),
+    (torch.bfloat16, Chunking(64, 16), 11, True, False, 0.1),
+    (torch.float32, Chunking(32, 32), 2, False, False, 1e-4),
+    pytest.param(torch.float32, Chunking(16, 32), 11, True, True, 3e-4, marks=pytest.mark.full),
+    pytest.param(torch.bfloat16, Chunking(16, 32), 2, True, True, 0.1, marks=pytest.mark.full),
+    pytest.param(torch.bfloat16, Chunking(32, 16), 9, False, True, 0.2, marks=pytest.mark.full)])
+def test_recurrence_in_chunks(dtype, chunk, short, delta, alike, tolerance):
     """Chunks that end with the row or before it, states kept inside of them and at their ends, one row or several."""
     step, heads, k_dim, v_dim = ragged(9), 2, 6, 40
     where, kept = StateStep.of(step, 0, CELLS), of_slots((heads, k_dim, v_dim))
     inputs = delta_inputs(len(step.ids), heads, 2, k_dim, v_dim, alike)
+    inputs = inputs if delta else (*inputs[:4], None)
     right, after = delta_plainly(step, where, kept, *inputs)
     check(lambda own: launch_delta_rule(*inputs, own, where, dtype, short, chunk), right, kept, after, tolerance)
