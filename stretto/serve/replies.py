@@ -7,8 +7,8 @@
     required      one or more calls, of any of the tools            a grammar
     {function}    one call of that tool                             a grammar
 
-Calls are written in the model's own form where it is known (text/call_forms), and in Hermes' where they must come and
-it is not. `parallel_tool_calls: false` is a grammar, too.
+Calls are written in the model's own form where it is known (text/families), and in Hermes' where they must come and it
+is not, or cannot hold what their schema says. `parallel_tool_calls: false` is a grammar, too.
 
 An answer may begin with reasoning where the model's template knows of it; a grammar holds for what follows.
 """
@@ -27,11 +27,12 @@ from stretto.serve.errors import bad_request, unsupported
 from stretto.serve.grammars import Asked, asked_grammar
 from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.schemas import ChatBody, ChatRequest, GenerationBody
-from stretto.text.call_forms import HERMES, CallForm, Mistral, form_of, lazily
+from stretto.text.call_forms import HERMES, CallForm, Mistral, NotHeld, lazily
+from stretto.text.families import form_of, response_template_of
 from stretto.text.reply import END_THINK, THINK, MarkedReply, Reply
-from stretto.text.reply_template import TemplateReply, known_template
+from stretto.text.reply_template import TemplateReply
 
-CHANNELS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")  # harmony's marks
+CHANNELS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")  # harmony's marks
 TAIL = 16  # tokens at the end of a prompt in which an opened thought is looked for
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -119,7 +120,7 @@ class ReplyPlanner:
 
     def __init__(self, tokenizer: ServeTokenizer):
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template or ""
-        self._own = tokenizer.response_template or known_template(self._template)
+        self._own = response_template_of(self._template, tokenizer.response_template)
         self._form = form_of(self._template)
         self._channelled = all(mark in self._template for mark in CHANNELS[:2])
         markers = (THINK, END_THINK, *CHANNELS, *(self._form or HERMES).markers)
@@ -133,21 +134,30 @@ class ReplyPlanner:
             return ReplyPlan(asked.grammar if asked else None, (asked,) if asked else ())
         tools = asked_tools(body)
         told = tools is not None or body.separate_reasoning is not False
-        if self._own is None or not told or (tools is not None and tools.bound) or (
-                asked is not None and (tools is not None or not self._channelled)):
+        if self._own is None or not told or (
+                (asked is not None or (tools is not None and tools.bound)) and not self._channelled):
             return self._marked(body, asked, tools, prompt)
+        bound = tools if tools is not None and (tools.bound or asked) else None
+        grammar = self._in_channels(asked, bound) if asked or bound else None
         text = self._tokenizer.decode(prompt, skip_special_tokens=False)
-        return ReplyPlan(self._in_channels(asked) if asked else None, (asked,) if asked else (),
-                         partial(TemplateReply, self._own, text, body.tools), True, body.include_reasoning is False)
+        return ReplyPlan(grammar, _checks(asked, bound), partial(TemplateReply, self._own, text, body.tools), True,
+                         body.include_reasoning is False)
 
-    def _in_channels(self, asked: Asked) -> Grammar:
-        """The form in the channel of answers, perhaps after a thought in its own."""
-        channel, message, _, start = map(self._sign, CHANNELS)
-        rules = [f'start: thought? {channel} "final" {message} @answer',
-                 f'thought: {channel} "analysis" {message} end_of_thought {start} "assistant"',
-                 lazily("end_of_thought", CHANNELS[2], self._sign)]
-        form = asked.grammar
-        return Grammar(form.kind, form.source, form.whitespace, around="\n".join(rules))
+    def _in_channels(self, asked: Asked | None, tools: Tools | None) -> Grammar:
+        """A call, or the form in the channel of answers; before it thoughts and remarks in channels of their own."""
+        channel, message, _, start, constrain = map(self._sign, CHANNELS)
+        forced = tools is not None and tools.force
+        kept = None if forced else asked
+        ends = ([] if forced else ["final"]) + ([] if tools is None else ["call"])
+        rules = [f"start: said* ({' | '.join(ends)})", lazily("any_text", CHANNELS[2], self._sign),
+                 f'said: {channel} ("analysis" | "commentary") {message} any_text {start} "assistant"']
+        if not forced:
+            rules += [f'final: {channel} "final" {message} {"@answer" if kept else "TEXT"}', r"TEXT: /(.|\n)*/"]
+        if tools is not None:
+            each = [f"{json.dumps(name + ' ')} {constrain} \"json\" {message} %json {schema}"
+                    for name, schema in _call_schemas(tools)]
+            rules.append(f'call: {channel} "commentary to=functions." ({" | ".join(each)})')
+        return _around(kept, rules)
 
     def _marked(self, body: ChatRequest, asked: Asked | None, tools: Tools | None, prompt: list[int]) -> ReplyPlan:
         """A plan for an answer whose marks are known here."""
@@ -155,12 +165,13 @@ class ReplyPlanner:
         opened = reasoning and self._is_open(prompt)
         form = None if tools is None else self._call_form(tools, asked)
         bound = tools if tools is not None and (tools.bound or asked) else None
-        rules = form.rules(_call_schemas(bound), bound.several, self._sign) if form and bound else []
-        checks = (*([asked] if asked else []), *(_parameter_checks(bound) if bound else []))
-        reader = partial(MarkedReply, thinking=opened, reasoning=reasoning, form=form) if reasoning or form else None
-        return ReplyPlan(_grammar(asked, bound, rules, reasoning, opened, self._sign), checks, reader,
-                         bool(self._special) and reader is not None, reasoning and body.include_reasoning is False,
-                         isinstance(form, Mistral))
+        form, rules = self._rules(form, bound) if form and bound else (form, [])
+        schemas = {f["name"]: f.get("parameters") for f in (tools.functions if tools else ())}
+        reader = partial(MarkedReply, thinking=opened, reasoning=reasoning, form=form, schemas=schemas) \
+            if reasoning or form else None
+        grammar = _grammar(asked, bound, rules, reasoning, opened, self._sign)
+        return ReplyPlan(grammar, _checks(asked, bound), reader, bool(self._special) and reader is not None,
+                         reasoning and body.include_reasoning is False, isinstance(form, Mistral))
 
     def _call_form(self, tools: Tools, asked: Asked | None) -> CallForm:
         if self._form is not None or tools.force:
@@ -171,6 +182,17 @@ class ReplyPlanner:
         raise unsupported(tools.bound or asked.param, "this model writes calls in a form that no grammar can hold to"  # type: ignore[union-attr]
                           " it; use tool_choice required or a named function, for which the server says the form")
 
+    def _rules(self, form: CallForm, tools: Tools) -> tuple[CallForm, list[str]]:
+        """The form that calls of these tools are held to, and how."""
+        schemas = _call_schemas(tools)
+        try:
+            return form, form.rules(schemas, tools.several, self._sign)
+        except NotHeld as e:
+            if tools.force:  # the request says the form, so it may be another one
+                return HERMES, HERMES.rules(schemas, tools.several, self._sign)
+            raise unsupported(str(tools.bound), "the form in which this model writes calls cannot be held to"
+                              f" {e}; leave it out, or use tool_choice required or a named function") from None
+
     def _is_open(self, prompt: list[int]) -> bool:
         return self._tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip().endswith(THINK)
 
@@ -179,9 +201,11 @@ class ReplyPlanner:
         return f"<[{self._special[marker]}]>" if marker in self._special else json.dumps(marker)
 
 
-def _parameter_checks(tools: Tools) -> list[Asked]:
-    return [Asked(Grammar("json_schema", json.dumps(f["parameters"])), f["place"]) for f in tools.functions
-            if f.get("parameters") and (tools.force or f.get("strict"))]
+def _checks(asked: Asked | None, tools: Tools | None) -> tuple[Asked, ...]:
+    bound = [] if tools is None else [f for f in tools.functions if tools.force or f.get("strict")]
+    schemas = [Asked(Grammar("json_schema", json.dumps(f["parameters"])), f["place"]) for f in bound
+               if f.get("parameters")]
+    return (*([asked] if asked else []), *schemas)
 
 
 def _call_schemas(tools: Tools) -> list[tuple[str, str]]:
@@ -205,6 +229,10 @@ def _grammar(asked: Asked | None, tools: Tools | None, calls: list[str], reasoni
     rules = [f"start: {thought}body", f"body: {body}", r"SPACE: /[ \t\r\n]*/", *rules]
     if reasoning:
         rules.append(lazily("end_of_thought", END_THINK, sign))
+    return _around(kept, rules)
+
+
+def _around(kept: Asked | None, rules: list[str]) -> Grammar:
     text = "\n".join(rules)
     if kept is None:
         return Grammar("lark", text)

@@ -6,8 +6,8 @@
     mistral   [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]                Mistral 7B v0.3, Nemo, Small 2409
               [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}                    Mistral Small 3.2, Magistral, Devstral
 
-A decision is made when the text that it depends on is there, so it does not depend on how the text is cut; what has to
-wait for more text gives None. No torch in this module.
+`tag_forms` has those whose arguments are no JSON. A decision is made when the text that it depends on is there, so it
+does not depend on how the text is cut; what has to wait for more text gives None. No torch in this module.
 """
 
 from __future__ import annotations
@@ -34,6 +34,26 @@ _KEYS = ("name", "type", "arguments", "parameters", "function")
 _decoder = json.JSONDecoder()
 
 
+class NotHeld(ValueError):
+    """No rule can hold calls of a form to a schema. The message names the part of it."""
+
+
+class Read(NamedTuple):
+    """Of a call's arguments: the text up to `end` was read, gives more of their JSON text, and `done`: all of it."""
+
+    end: int
+    json: str
+    done: bool
+
+
+class Arguments(Protocol):
+    """The arguments of one call while they grow."""
+
+    def read(self, text: str) -> Read:
+        """`text`: what was not read yet, and what has come since."""
+        ...
+
+
 class Tail(NamedTuple):
     """What follows a call's arguments ends at `end`. `more`: the head of another call comes next."""
 
@@ -45,11 +65,13 @@ ReadTail = Callable[[str, bool], Tail | None]
 
 
 class Head(NamedTuple):
-    """The call's arguments, an object, begin at `end` and can be streamed; `tail` reads what follows them."""
+    """The call's arguments begin at `end` and can be streamed: `arguments` reads them, with the schema of the function,
+    if it has one; `tail` reads what follows them."""
 
     end: int
     name: str
     tail: ReadTail
+    arguments: Callable[[Any], Arguments]
 
 
 class Calls(NamedTuple):
@@ -85,8 +107,39 @@ class CallForm(Protocol):
 
     def rules(self, calls: Sequence[tuple[str, str]], several: bool, sign: Callable[[str], str]) -> list[str]:
         """Lark. `calls`: an answer that calls; `free`: words in which calls may stand. Each call's name and JSON schema
-        are given; `sign` writes a marker."""
+        are given; `sign` writes a marker. Raises NotHeld."""
         ...
+
+
+class JsonArguments:
+    """An object, as it is written, whatever its schema says."""
+
+    def __init__(self, schema: Any = None) -> None:
+        self._depth, self._quoted, self._escaped = 0, False, False  # place in it
+
+    def read(self, text: str) -> Read:
+        end = self._scan(text)
+        return Read(end, text[:end], end > 0 and not self._depth)
+
+    def _scan(self, text: str) -> int:
+        """Where the object ends in `text`, else its length."""
+        for i, char in enumerate(text):
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._quoted = False
+            elif char == '"':
+                self._quoted = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return i + 1
+        return len(text)
 
 
 def is_text(sign: str) -> bool:
@@ -99,6 +152,24 @@ def lazily(rule: str, marker: str, sign: Callable[[str], str]) -> str:
     if not is_text(sign(marker)):
         return f"{rule}: /(.|\\n)*/ {sign(marker)}"
     return f"{rule}[lazy]: /(.|\\n)*{re.escape(marker).replace('/', chr(92) + '/')}/"
+
+
+def lark_text(text: str) -> str:
+    """A text in Lark."""
+    return json.dumps(text).replace("\x7f", r"\u007f")
+
+
+def json_text(value: Any) -> str:
+    """Readable JSON that can be sent, half characters that JSON can name included."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text) else json.dumps(value)
+
+
+def marked_calls(several: bool, sign: Callable[[str], str]) -> list[str]:
+    """Calls between CALL and END_CALL, among words or not; of `inner`, what stands behind CALL."""
+    return [f"calls: call{' (SPACE call)*' if several else ''}", f"call: {sign(CALL)} inner",
+            f"free: {'free_call* TEXT' if several else 'free_call | TEXT'}", "free_call: before inner",
+            lazily("before", CALL, sign)]
 
 
 def _objects(calls: Sequence[tuple[str, str]], arguments: str) -> list[str]:
@@ -117,7 +188,7 @@ def call_of(value: Any) -> tuple[str, str] | None:
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not name:
         return None
-    return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return name, arguments if isinstance(arguments, str) else json_text(arguments)
 
 
 def _whole(text: str) -> tuple[int, Any] | None:
@@ -139,12 +210,23 @@ def _tail(text: str, final: bool, follows: ReadTail) -> Tail | None:
     return None if behind is None else Tail(close.end() + behind.end, behind.more)
 
 
+def end_of_call(text: str, final: bool) -> Tail | None:
+    """END_CALL, perhaps behind white space, where it is there."""
+    end = len(text) - len(text.lstrip())
+    rest = text[end:]
+    if rest.startswith(END_CALL):
+        return Tail(end + len(END_CALL))
+    if END_CALL.startswith(rest):
+        return Tail(len(text)) if final else None
+    return Tail(end)
+
+
 class Hermes:
     begin, markers, bare = CALL, (CALL, END_CALL), False
 
     def head(self, text: str, first: bool, final: bool) -> Head | Calls | Words | None:
         if found := _OBJECT_HEAD.match(text):
-            return Head(found.end(), found[1], self._tail)
+            return Head(found.end(), found[1], self._tail, JsonArguments)
         end = text.find(END_CALL)
         if end < 0:
             return Words(len(text)) if final else None
@@ -157,19 +239,12 @@ class Hermes:
 
     @staticmethod
     def _tail(text: str, final: bool) -> Tail | None:
-        end = re.match(r"\s*\}?\s*", text).end()  # type: ignore[union-attr]
-        rest = text[end:]
-        if rest.startswith(END_CALL):
-            return Tail(end + len(END_CALL))
-        if END_CALL.startswith(rest):
-            return Tail(len(text)) if final else None
-        return Tail(end)
+        end = re.match(r"\s*\}?", text).end()  # type: ignore[union-attr]
+        behind = end_of_call(text[end:], final)
+        return None if behind is None else Tail(end + behind.end)
 
     def rules(self, calls: Sequence[tuple[str, str]], several: bool, sign: Callable[[str], str]) -> list[str]:
-        return [f"calls: call{' (SPACE call)*' if several else ''}", f"call: {sign(CALL)} inner",
-                f'inner: "\\n" one "\\n" {sign(END_CALL)}', *_objects(calls, "arguments"),
-                f"free: {'free_call* TEXT' if several else 'free_call | TEXT'}", "free_call: before inner",
-                lazily("before", CALL, sign)]
+        return [*marked_calls(several, sign), f'inner: "\\n" one "\\n" {sign(END_CALL)}', *_objects(calls, "arguments")]
 
 
 class Llama:
@@ -177,7 +252,7 @@ class Llama:
 
     def head(self, text: str, first: bool, final: bool) -> Head | Calls | Words | None:
         if found := _OBJECT_HEAD.match(text):
-            return Head(found.end(), found[1], partial(_tail, follows=self._follows))
+            return Head(found.end(), found[1], partial(_tail, follows=self._follows), JsonArguments)
         said, key = text.lstrip(), _FIRST_KEY.match(text)
         if (said and said[0] != "{") or (key and key[1] not in _KEYS):
             return Words(0)
@@ -213,13 +288,13 @@ class Mistral:
         said = text.lstrip()
         if not first or said[:1] in ("[", "{"):
             if found := _LIST_HEAD.match(text):
-                return Head(found.end(), found[1], partial(_tail, follows=self._follows))
+                return Head(found.end(), found[1], partial(_tail, follows=self._follows), JsonArguments)
             if (whole := _whole(text)) is not None:
                 values = whole[1] if isinstance(whole[1], list) else [whole[1]]
                 calls = [call for call in map(call_of, values) if call is not None]
                 return Calls(whole[0], calls) if calls and len(calls) == len(values) else Words(whole[0])
         elif found := _FUNCTION_HEAD.match(text):
-            return Head(found.end(), found[1], lambda text, final: Tail(0))
+            return Head(found.end(), found[1], lambda text, final: Tail(0), JsonArguments)
         elif (other := text.find(TOOL_CALLS)) >= 0:
             return Words(other)
         return Words(len(text)) if final else None
@@ -243,14 +318,3 @@ class Mistral:
 
 
 HERMES = Hermes()
-
-
-def form_of(template: str) -> CallForm | None:
-    """The form that a chat template shows to its model; None if it is none of these."""
-    if CALL in template:
-        return None if "<function=" in template or "<arg_key>" in template else HERMES
-    if TOOL_CALLS in template:
-        return Mistral(ARGS in template)
-    if PYTHON_TAG in template or ('"name": "' in template and '"parameters": ' in template):
-        return Llama()
-    return None

@@ -10,10 +10,10 @@ in this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
-from stretto.text.call_forms import CallForm, Calls, Head, ReadTail
+from stretto.text.call_forms import Arguments, CallForm, Calls, Head, ReadTail
 
 THINK, END_THINK = "<think>", "</think>"
 
@@ -91,17 +91,18 @@ class Words:
 
 class MarkedReply:
     """`thinking`: the prompt has opened the reasoning. `reasoning`: an answer may begin with reasoning. `form`: how its
-    calls are written; None: it has none."""
+    calls are written; None: it has none. `schemas`: of the functions' arguments, by name."""
 
-    def __init__(self, *, thinking: bool = False, reasoning: bool = False, form: CallForm | None = None):
+    def __init__(self, *, thinking: bool = False, reasoning: bool = False, form: CallForm | None = None,
+                 schemas: Mapping[str, Any] | None = None):
         self.calls = 0
-        self._form = form
+        self._form, self._schemas = form, schemas or {}
         self._buffer = ""  # not looked at, or not decided
         self._thought, self._words = Words(True), Words(thinking)
         self._parts: list[Part] = []
         self._marker, self._first = "", True  # before the head that is being read
+        self._reader: Arguments | None = None  # of the call that is being read
         self._tail: ReadTail | None = None
-        self._depth, self._quoted, self._escaped = 0, False, False  # place in the arguments' JSON
         self._answer = self._bare_call if form is not None and form.bare else self._content
         self._step: Callable[[bool], bool] = (self._reasoning if thinking else self._opening if reasoning
                                               else self._answer)
@@ -167,7 +168,8 @@ class MarkedReply:
         before, self._buffer = self._buffer[: found.end], self._buffer[found.end :]
         if isinstance(found, Head):
             self._begin(found.name)
-            self._tail, self._step = found.tail, self._arguments
+            self._reader, self._tail = found.arguments(self._schemas.get(found.name)), found.tail
+            self._step = self._arguments
         elif isinstance(found, Calls):
             for name, arguments in found.calls:
                 self._begin(name)
@@ -179,14 +181,14 @@ class MarkedReply:
         return True
 
     def _arguments(self, final: bool) -> bool:
-        end = self._scan(self._buffer)
-        if text := self._buffer[:end]:
-            self._parts.append(CallArguments(self.calls - 1, text))
-        self._buffer = self._buffer[end:]
-        if self._depth:
-            return False
-        self._step = self._call_tail
-        return True
+        assert self._reader is not None
+        found = self._reader.read(self._buffer)
+        if found.json:
+            self._parts.append(CallArguments(self.calls - 1, found.json))
+        self._buffer = self._buffer[found.end :]
+        if found.done:
+            self._step = self._call_tail
+        return found.done
 
     def _call_tail(self, final: bool) -> bool:
         assert self._tail is not None
@@ -228,23 +230,3 @@ class MarkedReply:
     def _begin(self, name: str) -> None:
         self._parts.append(CallBegin(self.calls, name))
         self.calls += 1
-
-    def _scan(self, text: str) -> int:
-        """Where the arguments' object ends in `text`, else its length."""
-        for i, char in enumerate(text):
-            if self._quoted:
-                if self._escaped:
-                    self._escaped = False
-                elif char == "\\":
-                    self._escaped = True
-                elif char == '"':
-                    self._quoted = False
-            elif char == '"':
-                self._quoted = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return i + 1
-        return len(text)

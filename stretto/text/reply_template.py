@@ -1,58 +1,69 @@
 """Answers in the form that a model's own response template declares, read by transformers' parser.
 
     tokenizer_config.json: "response_template"    what the model's author says
-    HARMONY, FUNCTION_TAGS, ARGUMENT_TAGS         the same for families whose files say nothing
+    HARMONY                                       the same for gpt-oss, whose files may say nothing
 
 What comes out is what the parser gives for the whole text, and nothing that was written is lost: where the parser finds
-a call that is none, it and what follows are content. No torch in this module.
+a call that is none, it and what follows are content. Calls of gpt-oss are read while they grow; a template that a model
+declares gives a call when it is complete. No torch in this module.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from stretto.text.call_forms import call_of
+from stretto.text.call_forms import JsonArguments, call_of
 from stretto.text.reply import CallArguments, CallBegin, Content, Part, Reasoning, Words
 
-_THOUGHT = {"open": "<think>", "close": "</think>"}
-_FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 HARMONY: Mapping[str, Any] = {  # gpt-oss: https://developers.openai.com/cookbook/articles/openai-harmony
     "start_anchor": "<|start|>assistant", "fields": {
         "reasoning": {"open_pattern": r"<\|channel\|>analysis\s*<\|message\|>", "close": ["<|end|>", "<|return|>"]},
         "content": {"open_pattern": r"<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w*)?<\|message\|>",
                     "close": ["<|end|>", "<|return|>"]},
-        "tool_calls": {"open_pattern": r"(?:<\|channel\|>\w+\s*)?\bto=functions\.(?P<name>[^\s<]+)[^{}]*?<\|message\|>",
-                       "close": ["<|call|>", "<|end|>"], "content": "json", "repeats": True, "transform": _FUNCTION}}}
-FUNCTION_TAGS: Mapping[str, Any] = {  # Qwen 3 Coder, Qwen 3.5: <function=f> with <parameter=x> in it
-    "start_anchor": "<|im_start|>assistant\n", "fields": {
-        "thinking": _THOUGHT, "content": {},
-        "tool_calls": {"open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-                       "close_pattern": r"</function>\s*</tool_call>", "content": "xml-inline", "content_args": {
-                           "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
-                       "repeats": True, "transform": _FUNCTION}}}
-ARGUMENT_TAGS: Mapping[str, Any] = {  # GLM 4.5: f, then pairs of <arg_key> and <arg_value>
-    "start_anchor": "<|assistant|>", "fields": {
-        "thinking": _THOUGHT, "content": {},
-        "tool_calls": {"open_pattern": r"<tool_call>\s*(?P<name>[^\s<]+)", "close": "</tool_call>",
-                       "content": "xml-inline", "content_args": {
-                           "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
-                       "repeats": True, "transform": _FUNCTION}}}
+        "growing_calls": {"open_pattern": r"(?:<\|channel\|>\w+\s*)?\bto=functions\.(?=[^\s<])",
+                          "close": ["<|call|>", "<|end|>"], "content_args": {"strip": False}, "repeats": True}}}
+_GROWING = "growing_calls"
+_GROWING_HEAD = re.compile(r"([^\s<]+)[^{}]*?<\|message\|>\s*")
 _UNREADABLE = (ValueError, LookupError, TypeError)  # what the parser raises
-_CONTENT, _REASONING = ("content",), ("thinking", "reasoning", "reasoning_content")
+_CONTENT, REASONING = ("content",), ("thinking", "reasoning", "reasoning_content")
 
 
-def known_template(chat_template: str) -> Mapping[str, Any] | None:
-    """The response template of a family, by the marks in its chat template."""
-    if "<|channel|>" in chat_template and "<|message|>" in chat_template:
-        return HARMONY
-    if "<tool_call>" in chat_template and "<function=" in chat_template:
-        return FUNCTION_TAGS
-    return ARGUMENT_TAGS if "<tool_call>" in chat_template and "<arg_key>" in chat_template else None
+class GrowingCall:
+    """`f <|constrain|>json<|message|>{"x": ...`: a name, and an object behind a mark. What is no such call is words.
+    `number`: of the call in its answer."""
+
+    def __init__(self, number: int = 0):
+        self._number, self._text = number, ""  # not read yet
+        self._arguments: JsonArguments | None = None
+        self._done = False
+
+    def add(self, text: str) -> list[Part]:
+        self._text += text
+        parts: list[Part] = []
+        if self._arguments is None:
+            head = _GROWING_HEAD.match(self._text)
+            if head is None or not self._text.startswith("{", head.end()):
+                return []
+            self._text, self._arguments = self._text[head.end() :], JsonArguments()
+            parts.append(CallBegin(self._number, head[1]))
+        if not self._done:
+            read = self._arguments.read(self._text)
+            self._text, self._done = self._text[read.end :], read.done
+            parts += [CallArguments(self._number, read.json)] if read.json else []
+        return parts
+
+    def rest(self, final: bool) -> tuple[list[Part], str]:
+        """At its end: what of it did not come out, and words. A call may have no arguments. `final`: it may be cut."""
+        head = None if self._arguments else _GROWING_HEAD.fullmatch(self._text)
+        if head is None:
+            return [], self._text
+        return [CallBegin(self._number, head[1]), *([] if final else [CallArguments(self._number, "{}")])], ""
 
 
 class TemplateReply:
-    """A call comes out when it is complete. `prompt`: the text that the answer continues; `tools`: as the template
+    """`prompt`: the text that the answer continues; `tools`: as the template
     gets them, for the types of arguments. Raises ValueError where the template itself is wrong."""
 
     def __init__(self, template: Mapping[str, Any], prompt: str, tools: list[dict[str, Any]] | None = None):
@@ -66,6 +77,7 @@ class TemplateReply:
         self._plain = False  # the parser has failed: the rest is content
         self._words = {name: Words(begins) for name, begins in self._prompted()}  # of each field
         self._told: dict[type, int] = {Content: 0, Reasoning: 0}  # characters that came out
+        self._growing, self._ends = GrowingCall(), False
 
     def _new_parser(self) -> Any:
         from transformers.utils.chat_parsing import ResponseParser
@@ -88,6 +100,7 @@ class TemplateReply:
         return self._read(lambda: self._parser.feed(text))
 
     def finish(self) -> list[Part]:
+        self._ends = True
         return [] if self._plain else self._read(lambda: self._parser.finalize()[1])
 
     def _read(self, events: Callable[[], list[dict[str, Any]]]) -> list[Part]:
@@ -102,16 +115,37 @@ class TemplateReply:
         parts: list[Part] = []
         for event in events:
             kind, name = event["type"], event["field"]
-            if kind == "region_open":
+            if name == _GROWING:
+                parts += self._grow(kind, event.get("text", ""))
+            elif kind == "region_open":
                 self._words.setdefault(name, Words(True)).mark()
-            elif kind == "region_chunk" and name in (*_CONTENT, *_REASONING):
-                text = event["text"]
-                if words := text if name in self._verbatim else self._words[name].add(text):
-                    parts.append(Content(words) if name in _CONTENT else Reasoning(words))
-                    self._told[type(parts[-1])] += len(words)
+            elif kind == "region_chunk" and name in (*_CONTENT, *REASONING):
+                parts += self._said(name, event["text"])
             elif kind == "region_close" and name == "tool_calls":
                 for call in event["value"] if isinstance(event["value"], list) else [event["value"]]:
                     parts += self._call(call)
+        return parts
+
+    def _said(self, name: str, text: str) -> list[Part]:
+        words = text if name in self._verbatim else self._words[name].add(text)
+        if not words:
+            return []
+        part = Content(words) if name in _CONTENT else Reasoning(words)
+        self._told[type(part)] += len(words)
+        return [part]
+
+    def _grow(self, kind: str, text: str) -> list[Part]:
+        """Of a call that comes out while it is written."""
+        if kind == "region_open":
+            self._growing = GrowingCall(self.calls)
+            return []
+        if kind == "region_chunk":
+            parts = self._growing.add(text)
+        else:
+            parts, words = self._growing.rest(self._ends)
+            self._words.setdefault(_CONTENT[0], Words(True)).mark()
+            parts = [*parts, *self._said(_CONTENT[0], words)]
+        self.calls += sum(isinstance(part, CallBegin) for part in parts)
         return parts
 
     def _call(self, value: Any) -> list[Part]:

@@ -106,6 +106,25 @@ def special(kind: type[ToolTokenizer]) -> type[ToolTokenizer]:
                                                                "markers": kind.markers})  # type: ignore[attr-defined]
 
 
+class FunctionTokenizer(ToolTokenizer):
+    chat_template = "{{ tools }} <think></think> <tool_call> <function="
+    markers = {"<tool_call>": IM_START, "</tool_call>": IM_END, "</think>": PAD}  # noqa: RUF012
+
+
+class ArgumentTokenizer(ToolTokenizer):
+    chat_template = "{{ tools }} <tool_call> <arg_key>"
+    markers = {"<tool_call>": IM_START, "</tool_call>": IM_END, "</arg_value>": PAD}  # noqa: RUF012
+
+
+class HarmonyTokenizer(ToolTokenizer):
+    chat_template = "{{ tools }} <|channel|> <|message|>"
+    markers = {"<|channel|>": IM_START, "<|message|>": IM_END, "<|end|>": PAD}  # noqa: RUF012
+
+
+TAG_F = "<tool_call>\n<function=f>\n<parameter=n>\n12\n</parameter>\n</function>\n</tool_call>"
+PAIR_F = "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>12</arg_value>\n</tool_call>"
+FINAL, THOUGHT = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>why?<|end|><|start|>assistant"
+CHANNEL_F = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 12}'
 LLAMA_F, NAMED_F = '{"name": "f", "parameters": {"n": 12}}', '[TOOL_CALLS]f[ARGS]{"n": 12}'
 LIST_F = '[TOOL_CALLS] [{"name": "f", "arguments": {"n": 12}}]'
 REQUIRED, STRICTLY = {"tools": TOOLS, "tool_choice": "required"}, {"tools": STRICT}
@@ -129,6 +148,20 @@ FORMS: list[tuple[type[ToolTokenizer], dict[str, Any], list[str], list[str]]] = 
     (NamedTokenizer, STRICTLY, ["", "words", f"a {NAMED_F}{NAMED_F} words"],
      [NAMED_F.replace("f[", "h["), "[TOOL_CALLS]"]),
     (NamedTokenizer, {"tools": TOOLS} | ONE, ["words", f"a {NAMED_F.replace('12', 'true')}"], [NAMED_F * 2]),
+    *[(kind, fields, good, bad) for kind, call in ((FunctionTokenizer, TAG_F), (ArgumentTokenizer, PAIR_F))
+      for fields, good, bad in (
+        (REQUIRED, [call, f"{call}\n{call}"], ["", "words", call.replace("12", "100"), call.replace("12", "x"), CALL]),
+        (REQUIRED | ONE, [call], [f"{call}\n{call}"]),
+        (STRICTLY, ["", "words", f"words {call} words", f"{call}\n{call}"],
+         [call.replace("12", "100"), "<tool_call>\n"]),
+        ({"tools": TOOLS} | ONE, ["words", f"a {call.replace('12', 'any <text>')}"], [call * 2]),
+        ({"tools": TOOLS} | FORM, ["1234", call], ["words", f"1234{call}"]))],
+    (HarmonyTokenizer, REQUIRED, [CHANNEL_F, THOUGHT + CHANNEL_F, THOUGHT * 2 + CHANNEL_F],
+     ["", "words", f"{FINAL}words", CHANNEL_F.replace("12", "100"), CHANNEL_F * 2, THOUGHT]),
+    (HarmonyTokenizer, STRICTLY, [f"{FINAL}words", CHANNEL_F, THOUGHT + CHANNEL_F], [
+        "words", CHANNEL_F.replace("12", "100"), CHANNEL_F.replace("s.f", "s.h"), f"{CHANNEL_F}{FINAL}words"]),
+    (HarmonyTokenizer, {"tools": TOOLS} | ONE, [f"{FINAL}words", CHANNEL_F.replace("12", "true")], [CHANNEL_F * 2]),
+    (HarmonyTokenizer, {"tools": TOOLS} | FORM, [f"{FINAL}1234", CHANNEL_F], [f"{FINAL}words"]),
 ]
 
 
@@ -151,24 +184,20 @@ def test_what_a_grammar_lets_through_is_read_as_calls(case: int, markers: str):
     tokenizer = (special(kind) if markers == "special" else kind)()
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]} | fields)
     plan = ReplyPlanner(tokenizer).plan(body, [1])
-    assert plan.keep_special == (markers == "special") and plan.reader is not None
+    assert plan.keep_special == (markers == "special" or kind is HarmonyTokenizer) and plan.reader is not None
     for answer in good:
         reply = plan.reader()
         parts = reply.feed(answer) + reply.finish()
         names = [part.name for part in parts if isinstance(part, CallBegin)]
-        assert len(names) == answer.count('": {"n"') + answer.count('[ARGS]{'), (answer, parts)
-        assert not any("{" in part.text for part in parts if isinstance(part, Content)) or not names
-
-
-class HarmonyTokenizer(ToolTokenizer):
-    chat_template = "{{ tools }} <|channel|> <|message|>"
-    markers = {"<|channel|>": IM_START, "<|message|>": IM_END, "<|end|>": PAD}  # noqa: RUF012
+        written = sum(map(answer.count, ('": {"n"', "[ARGS]{", "</tool_call>", "functions.")))
+        assert len(names) == written, (answer, parts)
+        assert not any(mark in part.text for part in parts if isinstance(part, Content) for mark in "{<") or not names
 
 
 @pytest.mark.parametrize("markers", ["text", "special"])
 def test_a_form_in_harmonys_channels(markers: str):
     tokenizer = (special(HarmonyTokenizer) if markers == "special" else HarmonyTokenizer)()
-    thought, answer = "<|channel|>analysis<|message|>why?<|end|><|start|>assistant", "<|channel|>final<|message|>1234"
+    thought, answer = THOUGHT, f"{FINAL}1234"
     plan = ReplyPlanner(tokenizer).plan(ChatRequest.model_validate(
         {"messages": [{"role": "user", "content": "x"}]} | FORM), [1])
     assert plan.reader is not None and plan.keep_special and [check.param for check in plan.checks] == ["regex"]
@@ -183,19 +212,71 @@ def test_a_form_in_harmonys_channels(markers: str):
     assert accepts(FORM | {"separate_reasoning": False}, "1234", tokenizer)
 
 
-@pytest.mark.parametrize("template", ["<tool_call> <function=", "<|channel|> <|message|>", "{{ tools }} unknown"])
+DECLARED = {"fields": {"content": {}, "tool_calls": {"open": "<call>", "close": "</call>", "content": "json"}}}
+
+
+@pytest.mark.parametrize("declared", [DECLARED, None], ids=["declared", "unknown"])
 @pytest.mark.parametrize(("fields", "param"), [
     (STRICTLY, "tools[].function.strict"), ({"tools": TOOLS} | ONE, "parallel_tool_calls"),
     ({"tools": TOOLS, "regex": "[0-9]{4}"}, "regex")], ids=["strict", "one", "form"])
-def test_what_no_grammar_can_hold_is_refused_with_auto(template: str, fields: dict, param: str):
+def test_what_no_grammar_can_hold_is_refused_with_auto(declared: dict | None, fields: dict, param: str):
     tokenizer = ToolTokenizer()
-    tokenizer.chat_template = template
+    tokenizer.chat_template, tokenizer.response_template = "{{ tools }} unknown", declared
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]} | fields)
     with pytest.raises(ApiError) as told:
         ReplyPlanner(tokenizer).plan(body, [1])
-    assert told.value.param == ("tools" if "unknown" in template else param)
+    assert told.value.param == (param if declared else "tools")
     forced = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]} | REQUIRED)
     assert ReplyPlanner(tokenizer).plan(forced, [1]).grammar is not None
+
+
+# ---------------------------------------------------------------------------------- schemas of calls between tags
+def strictly(properties: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)} | more
+    return [{"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}]
+
+
+def call_with(**values: str) -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(("tools", "good", "bad"), [
+    (strictly({"s": {"type": "string"}}), [{"s": ""}, {"s": "a\n<b>\n</parameter\n\n"}], [{}, {"t": "x"}]),
+    (strictly({"e": {"enum": ["a", "b c", 3]}}), [{"e": "a"}, {"e": "b c"}, {"e": "3"}], [{"e": "b"}, {"e": "33"}]),
+    (strictly({"o": {"$ref": "#/$defs/o"}, "b": {"type": "boolean"}}, required=["b"], **{"$defs": {"o": {
+        "type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False}}}),
+     [{"o": '{"x": 1}', "b": "true"}, {"b": "false"}], [{"o": '{"y": 1}', "b": "true"}, {"o": "{}"}, {"b": "True"}]),
+    (strictly({"m": {"anyOf": [{"type": "string"}, {"type": "null"}]}}), [{"m": "any"}, {"m": "null"}], [{}]),
+    (strictly({"a b": {"type": "array", "items": {"type": "number"}}, "q": {"const": "x\n"}}),
+     [{"a b": "[1, 2.5]", "q": "x\n"}], [{"a b": "[1, x]", "q": "x\n"}, {"q": "x\n", "a b": "[]"}]),
+])
+def test_values_between_tags_hold_their_schema(tools: list, good: list[dict[str, str]], bad: list[dict[str, str]]):
+    for values in good:
+        assert accepts({"tools": tools}, f"so: {call_with(**values)}", FunctionTokenizer()), values
+    for values in bad:
+        assert not accepts({"tools": tools}, f"so: {call_with(**values)}", FunctionTokenizer()), values
+
+
+@pytest.mark.parametrize(("tools", "told"), [
+    (strictly({"s": {"type": "string", "pattern": "a+"}}), "s: pattern"),
+    (strictly({"s": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}}), "s: maxLength"),
+    (strictly({"s": {"enum": ["1", 1]}}), "s: '1'"), (strictly({"s": {"enum": ["</parameter>"]}}), "s: '</parameter>'"),
+    (strictly({"<s>": {"type": "string"}}), "'<s>'"), (strictly({}, required=["t"]), "'t', which is required"),
+    (strictly({}, patternProperties={"a": {}}), "patternProperties"),
+    (strictly({"s": {"$ref": "#/properties/t"}, "t": {"type": "integer"}}), "$ref '#/properties/t'"),
+])
+def test_what_cannot_be_held_between_tags_is_refused_by_name(tools: list, told: str):
+    """With "auto"; a call that must come then comes in another form, which holds it."""
+    tokenizer = FunctionTokenizer()
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
+    with pytest.raises(ApiError) as error:
+        ReplyPlanner(tokenizer).plan(ChatRequest.model_validate(body), [1])
+    assert error.value.param == "tools[].function.strict" and told in str(error.value)
+    plan = ReplyPlanner(tokenizer).plan(ChatRequest.model_validate(body | {"tool_choice": "required"}), [1])
+    assert plan.grammar is not None and '\\"name\\": \\"f\\"' in plan.grammar.source and plan.reader is not None
+    (begin, *_), _ = (reply := plan.reader()).feed(CALL), reply.finish()
+    assert isinstance(begin, CallBegin) and begin.name == "f"
 
 
 def test_words_alone_need_no_grammar():

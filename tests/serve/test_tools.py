@@ -117,6 +117,7 @@ class Harmony(Family):
 
 LLAMA, MISTRAL, NAMED = Family("<|python_tag|>"), Family("[TOOL_CALLS] ["), Family("[TOOL_CALLS] [ARGS]")
 HARMONY, TAGS = Harmony("<|channel|> <|message|>"), Family("<think></think> <tool_call> <function=")
+PAIRS, BARE_TAGS = Family("<tool_call> <arg_key>"), Family("<tool_call> <function=")
 N12, N7 = {"name": "f", "arguments": '{"n": 12}'}, {"name": "f", "arguments": '{"n": 7}'}
 SAID: list[tuple[Family, str, dict[str, Any]]] = [
     (LLAMA, '{"name": "f", "parameters": {"n": 12}}; {"name": "f", "parameters": {"n": 7}}', {"tool_calls": [N12, N7]}),
@@ -131,7 +132,28 @@ SAID: list[tuple[Family, str, dict[str, Any]]] = [
      {"reasoning_content": "Hm.", "content": "Yes."}),
     (TAGS, "<think>Hm.</think>Well:\n<tool_call>\n<function=f>\n<parameter=n>\n12\n</parameter>\n</function>\n"
      "</tool_call>", {"reasoning_content": "Hm.", "content": "Well:", "tool_calls": [N12]}),
+    (PAIRS, "Well:\n<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>12</arg_value>\n</tool_call>\n<tool_call>f\n"
+     "<arg_key>n</arg_key>\n<arg_value>7</arg_value>\n</tool_call>", {"content": "Well:", "tool_calls": [N12, N7]}),
 ]
+
+
+@pytest.mark.parametrize(("tokenizer", "said"), [
+    (TAGS, "<tool_call>\n<function=f>\n<parameter=s>\n{}\n</parameter>\n</function>\n</tool_call>"),
+    (PAIRS, "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+    (HARMONY, '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{{"s": "{}"}}')],
+    ids=["function", "argument", "harmony"])
+async def test_a_long_argument_arrives_while_it_is_written(tokenizer: Family, said: str):
+    """However the form of calls wraps it; a busy machine may join some pieces."""
+    text = "a long text " * 10
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {
+        "s": {"type": "string"}}}}}]
+    async with make_api(CoreOptions(block=4, step_seconds=0.004, max_model_len=1024), tokenizer) as api:
+        answer = await api.chat(f"say:{said.format(text)}", tools=tools, max_tokens=400, stream=True)
+        got = joined(answer.text)
+        assert [json.loads(call["arguments"]) for call in got["tool_calls"]] == [{"s": text}]
+        pieces = [call["function"]["arguments"] for chunk in events(answer.text)[:-1]
+                  for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+        assert len(pieces) > 5
 
 
 @pytest.mark.parametrize("case", range(len(SAID)))
@@ -325,11 +347,14 @@ async def test_a_call_that_must_come_comes_and_holds_its_schema(oracle: Oracle):
         assert [call["name"] for call in got["tool_calls"]] == ["g"] and got["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize("tokenizer", [LLAMA, MISTRAL, NAMED, HARMONY], ids=["llama", "mistral", "named", "harmony"])
+@pytest.mark.parametrize("tokenizer", [LLAMA, MISTRAL, NAMED, HARMONY, BARE_TAGS, PAIRS],
+                         ids=["llama", "mistral", "named", "harmony", "function", "argument"])
 async def test_a_call_that_must_come_comes_in_the_models_form(oracle: Oracle, tokenizer: Family):
+    """No thought before it, which would have no end: "a" for analysis, or "<" behind commentary, is not written."""
     async with real(oracle, tokenizer) as api:
         for choice in ("required", {"type": "function", "function": {"name": "g"}}):
-            got = await ask(api, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+            got = await ask(api, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, bad_words=["a", "y<"],
+                            max_tokens=150)
             (call,) = got["tool_calls"]
             assert got["finish_reason"] == "tool_calls" and got["content"] == ""
             assert call["name"] in ("f", "g") and (choice == "required" or call["name"] == "g")
