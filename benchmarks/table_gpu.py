@@ -35,6 +35,7 @@ from stretto.params import SamplingParams
 from stretto.protocol import Output, Request, SessionTurn
 from stretto.spec.ngram import NgramDrafter
 
+LONGEST = 32768  # prompt of the 8B parts
 DRAFTS, ACCEPTED = 7, 3.7  # widest window, and the mean of what a step of the scripted acceptance emits
 
 
@@ -161,10 +162,10 @@ def device_steps(bench: Bench, core: EngineCore, lab: Lab) -> None:
     long = [Rows(1, 512, 8192 + 512)]
     bench.add(Figure("8B step, 512 tokens on 8192", lab.time(long) * 1e3, "ms", "<= 1.15 of the limit",
                      bench.limit(lab, long), "", "bare replay"))
-    for tokens in (2048, 8192):
+    for tokens, share in ((2048, 0.86), (8192, 0.80), (32768, 0.76)):
         rows = [Rows(1, tokens, tokens)]
         seconds = lab.time(rows, repeats=6)
-        bench.add(Figure(f"8B prompt of {tokens}", tokens / seconds, "tokens/s", ">= 0.86 of the limit",
+        bench.add(Figure(f"8B prompt of {tokens}", tokens / seconds, "tokens/s", f">= {share} of the limit",
                          note=f"{bench.limit(lab, rows) / seconds / 1e3:.2f} of the limit"))
 
 
@@ -232,7 +233,7 @@ def session_turn(bench: Bench, core: EngineCore, lab: Lab) -> None:
     """The next 512 tokens on 8192 whose keys and values are kept: time to the first token."""
     keeping = rehost(core, prefix_cache=True)
     seconds = []
-    for _ in range(4):
+    for _ in range(7):
         history = bench.submit(keeping, 8192, 1).tokens
         drain(keeping)
         more = torch.randint(0, core.info.vocab_size, (512,)).tolist()
@@ -379,7 +380,7 @@ def main() -> None:
     print(json.dumps(bench.facts), flush=True)
     wanted = [name for name in PARTS if name in args.only]
     if wanted:
-        core, facts = build_core("llama-8b", 512, 420_000, 8192 + 1024)
+        core, facts = build_core("llama-8b", 512, 420_000, LONGEST + 1024)
         bench.facts["llama-8b"] = facts
         print(json.dumps(facts), flush=True)
         lab = Lab(core.device.runner, core.device.graphs, ModelConfig.from_hf(SHAPES["llama-8b"]))
