@@ -45,7 +45,7 @@ from stretto.spec.api import Drafter
 from stretto.spec.context import Target
 from stretto.spec.registry import drafter_sizes, make_drafter, make_host_drafter
 from stretto.text.stream import TextStream
-from stretto.wire import HEADER, StepResult, split_plan
+from stretto.wire import HEADER, StepPlan, StepResult, split_plan
 
 
 @dataclass(frozen=True)
@@ -208,18 +208,28 @@ def _key(rid: str, index: int) -> str:
 
 
 def watch_offers(engine: EngineCore, answers: dict[str, Answer]) -> None:
-    """Notes what the device reports as offered, whose it is while the slot still has its owner."""
+    """Notes what the device reports as offered, and what the host sends of its own: whose it is while the slot still
+    has its owner. What the host sends continues the ids that it knew, and may be longer than what is verified."""
     host = engine.host
-    process = type(host).process.__get__(host)
+    process, plan = (getattr(type(host), name).__get__(host) for name in ("process", "plan"))
+
+    def note(slot: int, epoch: int, known: int, ids: Sequence[int]) -> None:
+        turn = host.slots.owner(slot, epoch)
+        if turn is not None and ids:
+            key = _key(turn.job.request.rid, turn.job.index)
+            answers.setdefault(key, Answer()).offers[known] = tuple(ids)
 
     def watched(result: StepResult) -> list[Output]:
         for row in result.rows:
-            turn = host.slots.owner(row.slot, row.epoch)
-            if turn is not None and row.offered:
-                key = _key(turn.job.request.rid, turn.job.index)
-                answers.setdefault(key, Answer()).offers[row.known] = tuple(row.offered)
+            note(row.slot, row.epoch, row.known, row.offered)
         return process(result)
-    host.process = watched  # type: ignore[method-assign]
+
+    def watched_plan() -> StepPlan | None:
+        made = plan()
+        for draft in made.drafts if made is not None else ():
+            note(draft.slot, draft.epoch, draft.at, draft.ids)
+        return made
+    host.process, host.plan = watched, watched_plan  # type: ignore[method-assign]
 
 
 def counters(engine: EngineCore) -> dict[str, float]:

@@ -39,7 +39,8 @@ def labs(tmp_path_factory):
             model = load_model(made.mimo(folder / "mimo"), dtype=torch.float32, device=torch.device("cpu"))
             return Lab(model, target_of(model, folder / "mimo"), "mtp")
         path = tiny.target.path if kind == "standalone" else HEADS[kind](folder / kind)[0] if kind in HEADS else None
-        return Lab(tiny.model, tiny.target, f"{kind}:{path}" if path else kind, steady=kind != "suffix")
+        asked = "suffix:requests=0" if kind == "suffix" else f"{kind}:{path}" if path else kind
+        return Lab(tiny.model, tiny.target, asked)
 
     def get(kind: str) -> Lab:
         if kind not in kept:
