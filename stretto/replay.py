@@ -37,7 +37,8 @@ from stretto.protocol import (
 from stretto.sample.noise import gumbel, noise_keys
 
 WIDEST = 20  # alternatives of a token that are looked through when an answer differs
-BURSTS = 8  # different beginnings of a burst
+BURST_PROMPTS = 12  # that bursts choose from
+BURST_ANSWER = 96  # ids of each answer of one, at most: several times what admission leaves room for
 
 Answer = Callable[[list[int], SamplingParams], list[int]]
 
@@ -51,16 +52,20 @@ class OneShot:
 
     def __init__(self, core: EngineCore, most: int = 4096):
         self.core, self._most = core, most
-        self._known: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
+        self._known: dict[tuple[tuple[int, ...], bytes], tuple[int, list[int]]] = {}  # max_tokens, answer
         self._serial = 0
 
     def __call__(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
-        key = tuple(prompt), msgspec.msgpack.encode(sampling)
-        if key not in self._known:
+        """A shorter answer is the beginning of a longer one, if that is known."""
+        most = sampling.max_tokens or 0
+        key = tuple(prompt), msgspec.msgpack.encode(msgspec.structs.replace(sampling, max_tokens=None))
+        asked, answer = self._known.get(key, (-1, []))
+        if asked < most:
             if len(self._known) >= self._most:
                 self._known.clear()
-            self._known[key] = [i for output in self.outputs(prompt, sampling) for i in output.token_ids]
-        return self._known[key]
+            answer = [i for output in self.outputs(prompt, sampling) for i in output.token_ids]
+            self._known[key] = most, answer
+        return answer[:most]
 
     def outputs(self, prompt: list[int], sampling: SamplingParams) -> list[Output]:
         self._serial += 1
@@ -422,7 +427,7 @@ class Crowd:
         self._longest, self._most_new = max(2, longest // 3), max(2, longest // 5)
         self._shared = [self.rng.randrange(vocab_size) for _ in range(longest)]
         self._actions = {self.steps: 30, self.append: 16, self.tag: 6, self.plain: 4, self.follow: 4, self.abort: 8,
-                         self.burst: 12, self.fork: 3, self.rewind: 2, self.close: 2, self.flush: 1}
+                         self.burst: 16, self.fork: 3, self.rewind: 2, self.close: 2, self.flush: 1}
 
     def act(self) -> None:
         """One thing that some client does, or some steps of the engine."""
@@ -464,16 +469,19 @@ class Crowd:
         self.world.plain(kept + self._ids(self._longest), self._sampling())
 
     def burst(self) -> None:
-        """Short prompts that are all admitted at once, and answers that then outgrow a small pool together. They are
-        some of a few, greedy: the oracle knows them soon."""
-        n = min(self.world.limits.max_slots - 1, 6)
-        share = self._longest * 3 // n  # of the pool, or of the context where that is smaller
-        sampling = SamplingParams(temperature=0.0, max_tokens=max(2, share), ignore_eos=True)
-        first = self.rng.randrange(BURSTS)
-        for start in range(first, first + n):
-            self.world.plain([(11 * start + 7 * i) % self.vocab_size for i in range(max(1, share // 3))], sampling)
-        for _ in range(share // 2):
+        """As many short prompts as are admitted together, and answers that then need several times the pool, so that
+        one after the other has to give way; then half of the clients leave. The prompts are some of a few, and the
+        answers greedy: the oracle knows them soon."""
+        limits, most = self.world.limits, max(2, min(BURST_ANSWER, self._longest * 3 // 2))
+        n = max(1, min(limits.max_slots - 1, limits.kv_tokens // max(limits.page_size, 16)))
+        sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+        came = [self.world.plain([(11 * start + 7 * i) % self.vocab_size for i in range(1 + start % 4)], sampling)
+                for start in self.rng.choices(range(BURST_PROMPTS), k=max(0, n - len(self.world.asks) // 2))]
+        for _ in range(most // 2):
             self.world.step()
+        for rid in came:
+            if rid in self.world.asks and self.rng.random() < 0.5:
+                self._leave(rid)
 
     def fork(self) -> None:
         talk = self._any(lambda t: bool(t.history) and len(self.world.talks) < self.most_talks)
@@ -492,8 +500,10 @@ class Crowd:
     def abort(self) -> None:
         if self.world.asks:
             answering = [rid for rid, ask in self.world.asks.items() if ask.got]
-            rid = self.rng.choice(answering or list(self.world.asks))
-            self.world.abort(rid, self.rng.choice([None, None, 0, self.rng.randint(0, 8)]))
+            self._leave(self.rng.choice(answering or list(self.world.asks)))
+
+    def _leave(self, rid: str) -> None:
+        self.world.abort(rid, self.rng.choice([None, None, 0, self.rng.randint(0, 8)]))
 
     def close(self) -> None:
         talk = self._any(lambda t: not t.closing)

@@ -1,6 +1,7 @@
 """`stretto soak`: random clients on a small pool for as long as one likes, every answer checked by replay.
 
-    each round     a seed -> a model, a drafter, a setting (page, chunk, budget, policy, overlap, prefix cache, pool)
+    each round     a seed -> the next model and drafter, a setting (page, chunk, budget, policy, overlap, prefix cache,
+                   pool, slots)
                    -> a crowd
     each step      the books are checked; after each action every page is audited
     at its end     every session is closed; no page may be held
@@ -25,7 +26,9 @@ from stretto.spec.context import Target
 from stretto.testing import Setup, make_engine
 
 ACTIONS = 150  # of a round
-POOLS = (3, 5, 5, 5, 6, 6, 8, 32)  # eighths of the context that a pool holds; at 5 and 6 most turns are retracted
+POOLS = (3, 5, 6, 6, 8, 8, 16)  # eighths of the context that a pool holds
+LEAST_PAGES = 12  # of a pool: with a few there is seldom anybody who could give way
+MOST_ROWS = 32
 
 
 @dataclass
@@ -61,9 +64,9 @@ class Soak:
 
     def round(self, seed: int, actions: int = ACTIONS) -> bool:
         """False: something was wrong; the result says what."""
-        rng = random.Random(seed)
-        subject, setup = rng.choice(self._subjects), self._setup(rng)
-        drafter, once = rng.choice(subject.drafters), self._once[subject.name]
+        pairs = [(subject, drafter) for subject in self._subjects for drafter in subject.drafters]
+        subject, drafter = pairs[seed % len(pairs)]  # so many rounds have all of them
+        setup, once = self._setup(random.Random(seed)), self._once[subject.name]
         self.result.setting = f"model {subject.name}, drafter {drafter}, {setup}"
         core = make_engine(subject.model, None if drafter == "off" else drafter, subject.target, setup)
         world = World(core, once, same=partial(as_good, once, TOLERANCE[self.dtype]))
@@ -85,9 +88,11 @@ class Soak:
 
     def _setup(self, rng: random.Random) -> Setup:
         chunk = rng.choice([1, 7, 16, 64, 256])
-        return Setup(width=rng.randint(1, 6), page_size=rng.choice([1, 4, 16, 64]),
-                     pool_tokens=self._context * rng.choice(POOLS) // 8, chunk=chunk,
+        page = rng.choice([1, 4, 16, 64])
+        pool = max(self._context * rng.choice(POOLS) // 8, LEAST_PAGES * page)
+        crowded = 1 + min(MOST_ROWS, pool // max(page, 16))  # they are admitted together, and cannot end together
+        return Setup(width=rng.randint(1, 6), page_size=page, pool_tokens=pool, chunk=chunk,
                      budget=rng.choice([chunk + 16, 40, 300]), cap_policy=rng.choice(CAP_POLICIES),
                      mixed=rng.random() < 0.8, overlap=rng.random() < 0.7, prefix_cache=rng.random() < 0.8,
-                     slots=rng.choice([3, 5, 9, 9]), context=self._context,
+                     slots=rng.choice([3, 9, crowded, crowded, crowded]), context=self._context,
                      host_tokens=self._context * rng.choice([0, 0, 1, 8]))
