@@ -22,7 +22,7 @@ __all__ = ["ConfigError", "ModelConfig", "RopeConfig"]
 class RopeConfig:
     """Rotary position embedding. Fields below `dim` belong to some kinds only; 0 and () mean: not given."""
 
-    kind: str = "default"
+    kind: str = "default"  # "none": nothing is rotated
     theta: float = 10000.0
     dim: int = 0  # rotated features of a head
     factor: float = 1.0
@@ -76,6 +76,11 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3NextForCausalLM": _QWEN3_NEXT | {"intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10},
     "Qwen3_5ForCausalLM": _QWEN3_NEXT | {"num_key_value_heads": 4},
     "Qwen3_5MoeForCausalLM": _QWEN3_NEXT | {"intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8},
+    "GraniteMoeHybridForCausalLM": {
+        "max_position_embeddings": 2048, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024,
+        "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
+        "mamba_conv_bias": True},
     "Llama4ForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
                           "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "intermediate_size_mlp": 16384,
                           "num_experts_per_tok": 1, "num_local_experts": 16, "interleave_moe_layer_step": 1,
@@ -92,7 +97,8 @@ _BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwe
                   "glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM", "mixtral": "MixtralForCausalLM",
                   "qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
                   "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM",
-                  "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM", "llama4_text": "Llama4ForCausalLM"}
+                  "granitemoehybrid": "GraniteMoeHybridForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+                  "llama4_text": "Llama4ForCausalLM"}
 
 _TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
                "Mistral3ForConditionalGeneration": "MistralForCausalLM",
@@ -101,7 +107,8 @@ _TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
                "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM"}
 
 _WITHOUT_WINDOWS = ("LlamaForCausalLM", "Olmo2ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM")
-_WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+_WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "GraniteMoeHybridForCausalLM")
+_MAY_STAND_STILL = ("GraniteMoeHybridForCausalLM",)
 _WINDOWS_EVERYWHERE = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
 _FULL_EVERY = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6, "GptOssForCausalLM": 2}  # every n-th layer has no window
 
@@ -281,6 +288,8 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
 
 def _ropes(config: Mapping[str, Any], head_dim: int, max_position: int) -> tuple[RopeConfig, RopeConfig | None]:
     """The rotation of layers without a window, and that of layers with one where it is another."""
+    if architecture_of(config) in _MAY_STAND_STILL and config.get("position_embedding_type") != "rope":
+        return RopeConfig(kind="none", dim=head_dim), None
     by_type = config.get("rope_parameters") or {}
     if "full_attention" in by_type:
         both = ({**config, "rope_parameters": by_type[kind], "rope_theta": config.get(theta)} for kind, theta in
@@ -327,11 +336,15 @@ def _windows(name: str, get, n_layers: int) -> tuple[int | None, ...]:
 
 
 def _states(name: str, get, n_layers: int) -> tuple[int | None, ...]:
-    """Of layers that keep states, between those of full attention: every n-th, or as the config names each."""
-    every = int(get("full_attention_interval"))
-    types = get("layer_types") or ["full_attention" if (i + 1) % every == 0 else "linear_attention"
-                                   for i in range(n_layers)]
-    return _by_type(name, types, n_layers, {"full_attention": None, "linear_attention": STATE})
+    """Of layers that keep states, between those of full attention: as the config names each, else all but every n-th,
+    or (Granite) all."""
+    every = int(get("full_attention_interval") or n_layers + 1)
+    types = get("layer_types") or get("layers_block_type") or [
+        "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(n_layers)]
+    known = {"full_attention": None, "linear_attention": STATE}
+    if name.startswith("Granite"):
+        known |= {"attention": None, "mamba": STATE}
+    return _by_type(name, types, n_layers, known)
 
 
 def _by_type(name: str, types: Sequence[str], n_layers: int, known: Mapping[str, int | None]) -> tuple[int | None, ...]:

@@ -85,6 +85,8 @@ class Style:
     scale: float | None = None  # of attention scores; None: head_dim ** -0.5
     softcap: float | None = None  # of attention scores
     embedding_scale: float | None = None
+    residual_scale: float = 1.0  # of what attention and MLP make, before it is added
+    logit_divisor: float = 1.0
     logit_cap: float | None = None
     mlp: MakeMLP | None = None  # None: a gated one in every layer
     recurrent: MakeMixer | None = None  # of the layers that keep a state
@@ -152,7 +154,7 @@ class DecoderLayer:
                 return None
             return style.norm(w, f"{name}.{part}", config.hidden_size, config.norm_eps)
 
-        self.index = index
+        self.index, self._scale = index, style.residual_scale
         self.attn: Mixer
         if config.windows[index] == STATE and style.recurrent is not None:
             self.attn = style.recurrent(config, w, index, windows.count(STATE))
@@ -165,23 +167,22 @@ class DecoderLayer:
     def __call__(self, hidden: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
         """hidden [T, E], updated in place and returned."""
         attended = self.attn(hidden, self.before_attn, rope, attend)
-        if self.after_attn is None:
+        if self.after_attn is None and self._scale == 1:
             hidden = self.attn.out.add_to(hidden, attended)
         else:
-            hidden = hidden.add_(self.after_attn(self.attn.out(attended)))
-        if isinstance(self.mlp, GatedMLP) and self.before_mlp is not None and self.after_mlp is None:
+            hidden = self._add(hidden, self.attn.out(attended), self.after_attn)
+        alone = self.after_mlp is None and self._scale == 1
+        if alone and isinstance(self.mlp, GatedMLP) and self.before_mlp is not None:
             return self.mlp.add_normed(hidden, self.before_mlp)
         x = hidden if self.before_mlp is None else self.before_mlp(hidden)
         if isinstance(self.mlp, ExpertMLP):
             tokens = getattr(attend, "tokens", None)
-            if self.after_mlp is None:
-                return self.mlp.add_to(hidden, x, tokens)
-            made = self.mlp(x, tokens)
-        elif self.after_mlp is None:
-            return self.mlp.add_to(hidden, x)
-        else:
-            made = self.mlp(x)
-        return hidden.add_(made if self.after_mlp is None else self.after_mlp(made))
+            return self.mlp.add_to(hidden, x, tokens) if alone else self._add(hidden, self.mlp(x, tokens),
+                                                                              self.after_mlp)
+        return self.mlp.add_to(hidden, x) if alone else self._add(hidden, self.mlp(x), self.after_mlp)
+
+    def _add(self, hidden: torch.Tensor, made: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        return hidden.add_(made if norm is None else norm(made), alpha=self._scale)
 
 
 class Decoder:
@@ -234,6 +235,8 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[L, E] -> [L, V] float32."""
         logits, cap = self.head(hidden), self.style.logit_cap
+        if self.style.logit_divisor != 1:
+            logits = logits / self.style.logit_divisor
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 

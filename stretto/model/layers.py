@@ -253,6 +253,8 @@ def rope_frequencies(rope: RopeConfig, positions: int) -> torch.Tensor:
     """[D / 2] float32. `positions` is the context that is served: longrope has one set of frequencies for contexts of
     the original length and one for longer ones (Ding et al. 2024, https://arxiv.org/abs/2402.13753)."""
     plain = _plain_frequencies(rope)
+    if rope.kind == "none":
+        return torch.zeros_like(plain)
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":
@@ -320,15 +322,15 @@ class GatedMLP:
     """down(act(gate(x)) * up(x)) (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
     def __init__(self, w: Weights, name: str, hidden: int, inner: int, act: str, bias: bool = False,
-                 fused: bool = False):
-        """`fused`: the checkpoint holds gate and up as one matrix."""
+                 fused: bool = False, names: tuple[str, str] = ("gate_up_proj", "down_proj")):
+        """`fused`: the checkpoint holds gate and up as one matrix, the first of `names`; the second is `down`."""
         if act not in ACTIVATIONS:
             raise ConfigError(f"hidden_act {act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-        one = f"{name}.gate_up_proj"
+        one = f"{name}.{names[0]}"
         parts = ([rows_of(w.shard, one, 2 * inner, first, inner) for first in (0, inner)] if fused else
                  [rows_of(w.shard, f"{name}.{part}_proj", inner) for part in ("gate", "up")])
         self.gate_up = Linear(w, parts, hidden, bias)
-        self.down = Linear(w, [(f"{name}.down_proj", hidden)], inner, bias, summed=True)
+        self.down = Linear(w, [(f"{name}.{names[1]}", hidden)], inner, bias, summed=True)
         self._act = act
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

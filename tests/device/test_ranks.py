@@ -71,7 +71,8 @@ def rank_1_of(core: EngineCore) -> psutil.Process:
 
 OTHERS = [("qwen2", 0, False), ("qwen3", 3, True), ("mistral", 0, True), ("phi3", 3, True), ("glm4", 0, True),
           ("gemma2", 0, True), ("gemma3", 3, True), ("mixtral", 3, True), ("qwen3_moe", 0, True), ("olmo2", 3, True),
-          ("gpt_oss", 3, True), ("llama4", 3, True), ("qwen3_next", 0, True)]
+          ("gpt_oss", 3, True), ("llama4", 3, True), ("qwen3_next", 0, True),
+          ("qwen3_5", 0, True), ("granite_hybrid", 0, True)]
 WINDOW = {"mistral": 16, "gemma2": 16, "gemma3": 16, "gpt_oss": 16}
 
 

@@ -72,6 +72,10 @@ def family(name: str, window: int | None) -> tuple[type, transformers.Pretrained
         "qwen3_5": lambda: (t.Qwen3_5ForCausalLM, t.Qwen3_5TextConfig(
             **SHAPE, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
             linear_value_head_dim=8, layer_types=["linear_attention", "full_attention", "linear_attention"])),
+        "granite_hybrid": lambda: (t.GraniteMoeHybridForCausalLM, t.GraniteMoeHybridConfig(  # states, no rotation
+            **SHAPE, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=32, mamba_n_heads=8,
+            mamba_d_state=8, mamba_n_groups=2, residual_multiplier=0.7, attention_multiplier=0.3, logits_scaling=2.0,
+            layer_types=["linear_attention", "full_attention", "linear_attention"])),
         "llama4": lambda: (t.Llama4ForCausalLM, t.Llama4TextConfig(  # a layer that does not rotate, experts, an MLP
             **SHAPE, **experts, head_dim=16, intermediate_size_mlp=80, attention_chunk_size=CONTEXT, floor_scale=20,
             no_rope_layers=[1, 0, 1], moe_layers=[0, 1])),

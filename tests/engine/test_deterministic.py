@@ -104,7 +104,7 @@ CROWDED = Setup(page_size=4, pool_tokens=160, chunk=13, budget=40, overlap=True)
 FAMILIES = [("llama", None, "float32"), ("gemma3", 16, "bfloat16"), ("gpt_oss", 16, "float32"),
             ("mixtral", None, "bfloat16"), ("qwen3", 16, "float32"), ("gemma2", 16, "float32"),
             ("phi3", 16, "bfloat16"), ("glm4", None, "float32"), ("olmo2", None, "bfloat16"),
-            ("qwen3_next", None, "float32"), ("llama4", None, "float32")]
+            ("qwen3_next", None, "float32"), ("llama4", None, "float32"), ("granite_hybrid", None, "float32")]
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, id=f"{f[0]}-{f[1]}-{f[2]}", marks=() if i < 3 else pytest.mark.full)

@@ -32,6 +32,10 @@ QWEN3_5 = {"head_dim": 16} | {name: QWEN3_NEXT[name] for name in QWEN3_NEXT if n
 QWEN3_5_MOE = {name: value for name, value in QWEN3_NEXT.items() if name != "intermediate_size"}
 LLAMA4 = {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 16, "intermediate_size_mlp": 72,
           "no_rope_layer_interval": 2, "floor_scale": 10, "attn_scale": 0.6, "attention_chunk_size": 64}
+GRANITE = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_conv_bias": True,
+           "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40, "logits_scaling": 3.0,
+           "embedding_multiplier": 5.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "layer_types":
+           ["linear_attention", "full_attention", "linear_attention"]}
 FAMILIES = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -87,6 +91,13 @@ FAMILIES = {
     "qwen3.5": ("Qwen3_5", QWEN3_5 | {"linear_num_key_heads": 4}),
     "qwen3.5-tied": ("Qwen3_5", QWEN3_5 | {"tie_word_embeddings": True, "partial_rotary_factor": 0.5}),
     "qwen3.5-moe": ("Qwen3_5Moe", QWEN3_5_MOE),
+    "granite4": ("GraniteMoeHybrid", GRANITE),
+    "granite4-dense": ("GraniteMoeHybrid", GRANITE | {
+        "num_local_experts": 0, "mamba_n_groups": 1, "mamba_proj_bias": True, "mamba_conv_bias": False,
+        "mamba_d_conv": 2, "time_step_limit": (0.3, 0.9),
+        "position_embedding_type": "rope", "tie_word_embeddings": True, "attention_bias": True}),
+    "granite4-attention": ("GraniteMoeHybrid", GRANITE | {"layer_types": ["full_attention"] * 3, "num_local_experts": 0,
+                                                          "position_embedding_type": "rope"}),
     "llama4": ("Llama4", LLAMA4),
     "llama4-some-dense": ("Llama4", LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "floor_scale": 7,
                                               "num_experts_per_tok": 3}),

@@ -78,17 +78,22 @@ def separate_experts(config: ModelConfig, w: Weights, name: str, inner: int, nam
                          route, shared)
 
 
+TOGETHER = ("gate", "experts.gate_up_proj", "experts.down_proj")
+
+
 def stored_together(config: ModelConfig, w: Weights, name: str, inner: int, route: Route,
-                    shared: Callable[[torch.Tensor], torch.Tensor] | None = None) -> ExpertMLP:
-    """Experts of which the checkpoint holds all in two tensors: "NAME.experts.gate_up_proj" [E, 2 F, hidden] and
-    "NAME.experts.down_proj" [E, hidden, F]."""
+                    shared: Callable[[torch.Tensor], torch.Tensor] | None = None,
+                    names: tuple[str, str, str] = TOGETHER) -> ExpertMLP:
+    """Experts of which the checkpoint holds all in two tensors, [E, 2 F, hidden] and [E, hidden, F]. `names`, under
+    NAME: of the router, and of the two."""
     n, hidden = _experts_of(config), config.hidden_size
     start, count = cut(w.shard, inner)
-    first, second = (w.take_part(f"{name}.experts.gate_up_proj", (n, 2 * inner, hidden), 1, at + start, count)
+    router, into, out = (f"{name}.{part}" for part in names)
+    first, second = (w.take_part(into, (n, 2 * inner, hidden), 1, at + start, count)
                      for at in (0, inner))
     gate_up = ExpertWeights(w, first, settle=lambda gate: torch.cat((gate, second), 1))
-    down = w.take_part(f"{name}.experts.down_proj", (n, hidden, inner), 2, start, count)
-    return gated_experts(config, w, f"{name}.gate", inner, gate_up, ExpertWeights(w, down), route, shared)
+    down = w.take_part(out, (n, hidden, inner), 2, start, count)
+    return gated_experts(config, w, router, inner, gate_up, ExpertWeights(w, down), route, shared)
 
 
 def gated_experts(config: ModelConfig, w: Weights, router: str, inner: int, gate_up: Experts, down: Experts,
