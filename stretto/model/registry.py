@@ -25,7 +25,8 @@ from stretto.model.families.olmo2 import olmo2
 from stretto.model.families.phi3 import phi3
 from stretto.model.families.qwen2 import qwen2
 from stretto.model.families.qwen3 import qwen3
-from stretto.model.families.qwen3_next import qwen3_5, qwen3_next
+from stretto.model.families.qwen3_5 import qwen3_5
+from stretto.model.families.qwen3_next import qwen3_next
 from stretto.model.weights import Weights
 
 GROUP = "stretto.models"

@@ -1,9 +1,9 @@
-"""Qwen3-Next and Qwen3.5: three of four layers keep a state by the gated delta rule, the fourth attends, its heads
-gated; experts, one of them shared by all tokens, or (some of Qwen3.5) a gated MLP.
+"""Qwen3-Next: three of four layers keep a state by the gated delta rule, the fourth attends, its heads gated; experts,
+one of them shared by all tokens.
 
 A layer with a state, x [T, E] (H heads of keys, each with its share of the Hv heads of values):
 
-    q k v z b a = projections of x                         Qwen3-Next holds the rows of one key head after another
+    q k v z b a = projections of x                         checkpoints hold the rows of one key head after another
     q k v = silu(conv(q k v));  q, k of length 1;  q / sqrt(K)
     o = gated_delta_rule(q, k, v, decay = -exp(A) softplus(a + dt), beta = sigmoid(b))
     out = out_proj(norm(o) * silu(z))                      the norm is of each value head
@@ -31,21 +31,17 @@ from stretto.ops.recurrent import StepStates, causal_conv, gated_delta_rule
 
 
 def qwen3_next(config: ModelConfig, w: Weights, context: int) -> Decoder:
-    return _decoder(config, w, context, GatedDeltaNet, _mlp)
+    return with_states(config, w, context, GatedDeltaNet, some_experts)
 
 
-def qwen3_5(config: ModelConfig, w: Weights, context: int) -> Decoder:
-    return _decoder(config, w, context, SeparateGatedDeltaNet, _mlp if config.value("num_experts") else None)
-
-
-def _decoder(config: ModelConfig, w: Weights, context: int, recurrent: MakeMixer, mlp: MakeMLP | None) -> Decoder:
+def with_states(config: ModelConfig, w: Weights, context: int, recurrent: MakeMixer, mlp: MakeMLP | None) -> Decoder:
     w.ignore_under("mtp.")
     bias = config.attention_bias
     return Decoder(config, w, context, Style(bias, bias, head_norm=True, offset_norm=True, gated=True, mlp=mlp,
                                              recurrent=recurrent, state=_state))
 
 
-class _Sizes:
+class Sizes:
     """Of a layer with a state: of all of it, or of a rank's key heads and what belongs to them."""
 
     def __init__(self, config: ModelConfig, ranks: int = 1):
@@ -73,7 +69,7 @@ class _Sizes:
 
 
 def _state(config: ModelConfig, shard: Shard) -> StateSpec:
-    s = _Sizes(config, shard.ranks)
+    s = Sizes(config, shard.ranks)
     return StateSpec(((s.channels, s.conv - 1), (s.v_heads, s.k_dim, s.v_dim)))
 
 
@@ -82,9 +78,9 @@ class GatedDeltaNet:
 
     def __init__(self, config: ModelConfig, w: Weights, layer: int, index: int):
         """`index`: which of the layers with states this one is."""
-        name, s, whole = f"model.layers.{layer}.linear_attn", _Sizes(config, w.shard.ranks), _Sizes(config)
+        name, s, whole = f"model.layers.{layer}.linear_attn", Sizes(config, w.shard.ranks), Sizes(config)
         self.index, self.sizes, self.eps, self._fixed = index, s, config.norm_eps, w.fixed
-        self.into = self._projections(w, name, whole, config.hidden_size)
+        self.into = self.projections(w, name, whole, config.hidden_size)
         self.out = Linear(w, [(f"{name}.out_proj", config.hidden_size)], whole.values, summed=True)
         edges = (0, whole.keys, 2 * whole.keys, whole.channels)
         self.conv = w.stack_pieces([rows_of(w.shard, f"{name}.conv1d.weight", whole.channels, first, last - first)
@@ -93,7 +89,7 @@ class GatedDeltaNet:
                                  for part in ("A_log", "dt_bias"))
         self.norm = w.take(f"{name}.norm.weight", s.v_dim)
 
-    def _projections(self, w: Weights, name: str, whole: _Sizes, hidden: int) -> Linear:
+    def projections(self, w: Weights, name: str, whole: Sizes, hidden: int) -> Linear:
         """To q, k, v, z, b and a, one below the other; `whole`: sizes of all ranks together."""
         parts = [rows_of(w.shard, f"{name}.in_proj_qkvz", whole.channels + whole.values),
                  rows_of(w.shard, f"{name}.in_proj_ba", 2 * whole.v_heads)]
@@ -123,17 +119,6 @@ class GatedDeltaNet:
         return F.rms_norm(out, (self.sizes.v_dim,), self.norm.float(), self.eps) * F.silu(z.float())
 
 
-class SeparateGatedDeltaNet(GatedDeltaNet):
-    """The checkpoint holds a matrix for q k v and one each for z, b and a."""
-
-    def _projections(self, w: Weights, name: str, whole: _Sizes, hidden: int) -> Linear:
-        edges, heads = (0, whole.keys, 2 * whole.keys, whole.channels), whole.v_heads
-        qkv = [rows_of(w.shard, f"{name}.in_proj_qkv", whole.channels, first, last - first)
-               for first, last in pairwise(edges)]
-        return Linear(w, [*qkv, rows_of(w.shard, f"{name}.in_proj_z", whole.values),
-                          *(rows_of(w.shard, f"{name}.in_proj_{part}", heads) for part in "ba")], hidden)
-
-
 def _share(x: torch.Tensor) -> torch.Tensor:
     return x.float().sigmoid()
 
@@ -143,7 +128,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def _row_order(s: _Sizes) -> torch.Tensor:
+def _row_order(s: Sizes) -> torch.Tensor:
     """Of the two projections' rows one below the other: all of q, then k, v, z, b, a. The checkpoint holds the rows
     q k v z of one key head after another, and then b a of one key head after another."""
     each = s.v_heads // s.k_heads
@@ -153,7 +138,7 @@ def _row_order(s: _Sizes) -> torch.Tensor:
     return torch.cat([part.flatten() for part in (*qkvz, *ba)])
 
 
-def _mlp(config: ModelConfig, w: Weights, index: int) -> MLP:
+def some_experts(config: ModelConfig, w: Weights, index: int) -> MLP:
     sparse = config.value("num_experts") and (index + 1) % config.value("decoder_sparse_step") == 0
     if not sparse or index in (config.value("mlp_only_layers") or ()):
         return gated_mlp(config, w, index, Style())
