@@ -12,13 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric
 
-from stretto.ops.exchange import PROGRAMS, rows_that_fit
+from stretto.ops.exchange import PROGRAMS, fewer_bytes, rows_that_fit, two_shot_bytes
 
-MOST_BYTES = {2: 8 << 20, 3: 1 << 20, 4: 1 << 20}
-"""Of a sum, by ranks: what is larger is left to NCCL. Two ranks send each other no more than any other way would; with
-more ranks every one sends all it has to every other."""
-MOST_BYTES_OF_MANY = 512 << 10
-LEAST_SLOT = 8 << 10  # what a program handles at one time
+MOST_BYTES = 8 << 20  # of a sum of two ranks: what is larger is left to NCCL
+SLOT = 16 << 10  # bytes, where there are more ranks: two tiles, with which sums in two shots may have 1 MiB a rank
 MOST_LAUNCHES = 4  # of a join
 AHEAD = 1 << 30  # of a count, as far as one can be
 
@@ -30,13 +27,14 @@ class SymmetricMemory:
     def __init__(self, rank: int, ranks: int, device: torch.device):
         """Raises RuntimeError where the GPUs cannot reach each other's memory, or the system does not let them."""
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # torch reads it when memory is mapped
-        self.rank, self.most = rank, MOST_BYTES.get(ranks, MOST_BYTES_OF_MANY)
-        self._slot = max(self.most // PROGRAMS, LEAST_SLOT)
+        self.rank, self.ranks = rank, ranks
+        self._slot = MOST_BYTES // PROGRAMS if ranks == 2 else SLOT
+        self.most = MOST_BYTES if ranks == 2 else two_shot_bytes(ranks, SLOT)
         self._flags_at = 2 * ranks * PROGRAMS * self._slot
-        size = self._flags_at + 4 * ranks * PROGRAMS
+        size = self._flags_at + 4 * 2 * ranks * PROGRAMS
         self._memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-        self._flags = self._memory[self._flags_at :].view(torch.int32).view(ranks, PROGRAMS)
-        self._counts, self._beyond = torch.zeros(2, PROGRAMS, dtype=torch.int32, device=device).unbind(0)
+        self._flags = self._memory[self._flags_at :].view(torch.int32).view(2, ranks, PROGRAMS)
+        self._counts, self._beyond = torch.zeros(2, 2, PROGRAMS, dtype=torch.int32, device=device).unbind(0)
         self._aside = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
         self.let_go()  # once for nothing: its kernels could not be loaded beside one that waits
@@ -50,8 +48,10 @@ class SymmetricMemory:
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether a sum is small enough."""
-        fits = x.numel() * x.element_size() <= self.most
-        return x.numel() > 0 and fits and rows_that_fit(x.view(1, -1), self._slot) > 0
+        return 0 < x.nbytes <= self.most and (self._two_shots(x) or rows_that_fit(x.view(1, -1), self._slot) > 0)
+
+    def _two_shots(self, x: torch.Tensor) -> bool:
+        return fewer_bytes(x.nbytes, self.ranks)
 
     def joins(self, x: torch.Tensor) -> bool:
         """Whether a join takes few launches."""
@@ -60,7 +60,12 @@ class SymmetricMemory:
     def total(self, x: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
         """As `ops.exchange.total`; on top of `base`, which is contiguous, it is written there."""
         out = torch.empty_like(x) if base is None else base
-        self._launch(x.view(1, -1), out, base)
+        if self._two_shots(x):
+            from stretto.ops.triton_exchange import launch_two_shot  # as below
+
+            launch_two_shot(x, out, self._addresses, self._counts, self.rank, self._slot, self._flags_at, base)
+        else:
+            self._launch(x.view(1, -1), out, base)
         return out
 
     def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,4 +86,4 @@ class SymmetricMemory:
         """Whoever waits here for another rank waits no more. Of an engine that ends: what comes out is nonsense."""
         with torch.cuda.stream(self._aside):  # allocates nothing, for that could wait for the GPU
             torch.add(self._counts, AHEAD, out=self._beyond)
-            self._flags.copy_(self._beyond.expand_as(self._flags))
+            self._flags.copy_(self._beyond.unsqueeze(1).expand_as(self._flags))

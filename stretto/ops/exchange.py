@@ -4,8 +4,15 @@
     side by side    out[row] = x of rank 0 [row] | x of rank 1 [row] | ...
 
 An element of the total depends on the elements at its place alone, so a row's result does not depend on its batch, and
-it is the same bits on every rank. References over tensors that are all here; `triton_exchange` has the kernel, in which
-each rank sends its part to the others and goes on when theirs have come.
+it is the same bits on every rank, whichever way it is sent. References over tensors that are all here;
+`triton_exchange` has the kernels.
+
+Which way, of n bytes over r ranks, by what leaves a GPU:
+
+    one shot     everybody sends all to everybody                        (r - 1) * n            one crossing
+    two shots    each adds up a part of the elements and sends the sum   2 * (r - 1) / r * n    two
+
+With two ranks these are the same bytes, and one shot is always the quicker.
 """
 
 from __future__ import annotations
@@ -15,6 +22,9 @@ from collections.abc import Sequence
 import torch
 
 PROGRAMS, WARPS = 128, 16  # of a launch at most, and of each of them
+CROSSING_BYTES = 640 << 10
+"""That leave a GPU in the time of one more crossing: 2.5 microseconds, at the 256 GB/s that sums of 1 to 128 rows show
+between two H200 (benchmarks/results/ranks_h200.json)."""
 
 
 def total(parts: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> torch.Tensor:
@@ -31,6 +41,11 @@ def side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(parts), dim=-1)
 
 
+def fewer_bytes(size: int, ranks: int) -> bool:
+    """Whether a sum of `size` bytes is made sooner in two shots."""
+    return (ranks - 1) * size > 2 * (ranks - 1) / ranks * size + CROSSING_BYTES
+
+
 def tile_of(x: torch.Tensor) -> int:
     """Elements that a program handles at one time: 16 bytes a thread."""
     return 16 // x.element_size() * 32 * WARPS
@@ -40,3 +55,9 @@ def rows_that_fit(x: torch.Tensor, slot_bytes: int) -> int:
     """Rows of x [..., columns] that one launch takes, each of them in tiles of its own."""
     tiles = PROGRAMS * (slot_bytes // (tile_of(x) * x.element_size()))
     return tiles // -(-x.shape[-1] // tile_of(x))
+
+
+def two_shot_bytes(ranks: int, slot_bytes: int) -> int:
+    """Bytes of a sum that one launch of two shots takes: half a slot of every program for each rank."""
+    tile = 16 * 32 * WARPS
+    return PROGRAMS * ranks * (slot_bytes // 2 // tile) * tile

@@ -196,6 +196,10 @@ def rank_kernels(arch: int, pdl: bool):
             yield f"exchange of {ranks}, join {join}", build(
                 triton_exchange.exchange_kernel, sizes, triton_exchange.WARPS, arch,
                 {"x": kind, "out": kind, "base": kind, "memory": "*i64", "counts": "*i32"})
+    sizes = dict(RANK=1, RANKS=4, BASE=True, TILE=4096, ALL=triton_exchange.PROGRAMS, PDL=pdl)
+    yield "exchange of 4 in two shots", build(
+        triton_exchange.two_shot_kernel, sizes, triton_exchange.WARPS, arch,
+        {"x": "*bf16", "out": "*bf16", "base": "*bf16", "memory": "*i64", "counts": "*i32"})
 
 
 def recurrent_kernels(arch: int, pdl: bool):
