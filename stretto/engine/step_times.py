@@ -5,10 +5,11 @@ chunks, each on short and long contexts, with and without proposals. The ids are
 the pool holds; neither matters for the time. Everything is released afterwards.
 
     seat n rows, step            warm
-    step, step, step             timed, each from launch to result; the median counts
+    step, step, step             timed, each from launch to result; the shortest counts: what makes one longer is others
     release
 
-The order goes from what matters most to what matters least, and measuring stops when its time is over.
+The order goes from what matters most to what matters least, and measuring stops when its time is over. A point that
+would take most of what is left of it gives way to those behind it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Samples = list[tuple[StepWork, float]]
 
 TIMED_STEPS = 3
-SECONDS = 3.0  # that measuring takes, about
+SECONDS = 4.0  # that measuring takes at most, but for the first points
 LEAST_POINTS = 4  # that are measured even where they take longer
 LONG_STEP = 0.2  # seconds from which one run is enough
 SHORT_CONTEXT, LONG_CONTEXT = 32, 2048
@@ -71,13 +71,15 @@ def points(limits: HostLimits) -> list[Point]:
     own = 0 if limits.drafter is not None else limits.width  # drafts that the device proposes
     chunks = sorted({max(1, min(n, limits.chunk, room)) for n in (64, 512, limits.chunk)})
     found = [Point(1, short), Point(1, short, limits.width), Point(1, 0, chunk=chunks[0])]
-    found += [Point(1, short, draft_width=own), Point(1, 0, chunk=chunks[-1]), Point(1, long)]
+    found += [Point(1, short, draft_width=own)]
     for n in rows[1:]:
-        found += [Point(n, short), Point(n, short, limits.width), Point(n, short, draft_width=own)]
+        found += [Point(n, short), Point(n, short, draft_width=own), Point(n, short, limits.width)]
+    found += [Point(1, 0, chunk=chunks[-1]), Point(1, long)]
+    found += [Point(n, short, limits.width // 2) for n in rows[:3]]
     found += [Point(1, 0, chunk=n) for n in chunks[1:-1]]
     found += [Point(1, min(long, room - chunks[-1]), chunk=chunks[-1])]
     found += [Point(n, short, limits.width) for n in FULL_ROWS if n < rows[-1]] + [Point(n, long) for n in rows[1:]]
-    found += [Point(n, short, limits.width // 2) for n in rows]
+    found += [Point(n, short, limits.width // 2) for n in rows[3:]]
     most = min(limits.kv_tokens, limits.max_model_len)
     return [p for p in dict.fromkeys(found) if p.context >= 0 and _cells(p, limits) <= most]
 
@@ -85,6 +87,13 @@ def points(limits: HostLimits) -> list[Point]:
 def _cells(point: Point, limits: HostLimits) -> int:
     """That one row needs; rows share pages where the pool is small."""
     return point.context + point.chunk + (TIMED_STEPS + 1) * (1 + limits.width)
+
+
+def _expected(point: Point, samples: Samples) -> float:
+    """Seconds that measuring it will take, about: in proportion to its tokens, as the largest step before it."""
+    work, seconds = max(samples, key=lambda sample: sample[0].tokens)
+    step = seconds * max(1.0, point.work.tokens / work.tokens)
+    return step * (1 if step > LONG_STEP else 1 + TIMED_STEPS)
 
 
 class StepTimes:
@@ -101,9 +110,9 @@ class StepTimes:
         wanted = points(self._limits)
         ends = time.perf_counter() + seconds
         for done, point in enumerate(wanted, 1):
-            if done > LEAST_POINTS and time.perf_counter() > ends:
-                break
-            samples.append((point.work, statistics.median(self._times(point))))
+            left = ends - time.perf_counter()
+            if done <= LEAST_POINTS or _expected(point, samples) < left / 2:
+                samples.append((point.work, min(self._times(point))))
             if progress:
                 progress(done, len(wanted))
         return samples

@@ -15,6 +15,8 @@ import numpy as np
 ROW_MEMORY = 0.96  # of a row's counts, kept with each step, verified or not: what is old says little
 ALL_MEMORY = 0.99  # of everybody's counts, kept with each verified row
 OFFER_MEMORY = 0.8  # offers come in runs (a matching n-gram), so they are forgotten sooner
+OFFER_ALL_MEMORY = 0.98  # of everybody's offers, kept with each row that might have been offered drafts
+DRY = 0.7  # of everybody's share of offers, which rows that found nothing lately are expected to find again
 WEIGHT = 10.0  # verified drafts by which everybody's average counts in a row's estimate, at first
 LEAST_WEIGHT, MOST_WEIGHT = 4.0, 250.0  # where rows differ much, and not at all
 COMPARING = 0.1  # share by which a step with many rows moves the estimate of how different they are
@@ -36,13 +38,13 @@ class Acceptance:
         self._kind = np.zeros(n_slots, dtype=np.int64)  # 0 greedy, 1 sampled
         self._all_tried = np.zeros((2, width))  # of each kind
         self._all_passed = np.zeros((2, width))
-        self._all_offered = np.ones(width)
+        self._all_asked, self._all_found = np.ones(width), np.ones(width)
 
     def forget(self, slot: int, sampled: bool = False) -> None:
         """The slot has a new occupant, of whom nothing is known but how it samples."""
         self._kind[slot] = sampled
         self._tried[slot] = self._passed[slot] = self._squares[slot] = 0.0
-        self._offered[slot] = self._all_offered
+        self._offered[slot] = self._all_found / self._all_asked
 
     def remember(self, slot: int) -> np.ndarray:
         """What is known of the occupant, for `recall`: [3, width]."""
@@ -58,8 +60,9 @@ class Acceptance:
         may, found = places < asked[:, None], places < offered[:, None]
         self._offered[slots] += np.where(may, (1 - OFFER_MEMORY) * (found - self._offered[slots]), 0)
         seen = may.sum(0)
-        keep = ALL_MEMORY**seen
-        self._all_offered = keep * self._all_offered + (1 - keep) * (may & found).sum(0) / np.maximum(seen, 1)
+        keep = OFFER_ALL_MEMORY**seen
+        self._all_asked = keep * self._all_asked + seen
+        self._all_found = keep * self._all_found + (may & found).sum(0)
 
     def note(self, slots: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
         """Rows of one step, all [R] and each slot once: `verified` drafts of a row were looked at, `accepted` were
@@ -102,13 +105,23 @@ class Acceptance:
 
     def survival(self, slots: np.ndarray) -> np.ndarray:
         """slots [R] -> [R, width]: the chance that each draft brings a token; falls from left to right."""
+        return self.accepted(slots) * self.offered(slots)
+
+    def accepted(self, slots: np.ndarray) -> np.ndarray:
+        """slots [R] -> [R, width]: the chance that each draft brings a token once it is offered."""
         weight, usual = self._weight, np.asarray([self.usual(False), self.usual(True)])[self._kind[slots]]
         rate = (self._passed[slots] + weight * usual) / (self._tried[slots] + weight)
-        return np.cumprod(rate, axis=1) * self.offered(slots)
+        return np.cumprod(rate, axis=1)
 
     def offered(self, slots: np.ndarray) -> np.ndarray:
         """slots [R] -> [R, width]: the chance that a draft stands at each place at all."""
         return np.minimum.accumulate(self._offered[slots], axis=1)
+
+    @property
+    def lasting(self) -> np.ndarray:
+        """[width]: the least chance that a draft stands at each place of a row again, though it found nothing lately.
+        For whether to propose at all: after a dry spell of a row that is alone, nothing else would."""
+        return DRY * np.minimum.accumulate(self._all_found / self._all_asked)
 
     @property
     def best(self) -> float:

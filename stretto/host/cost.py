@@ -25,6 +25,10 @@ SCALE_RATE, CURVE_RATE = 0.02, 0.05  # shares by which one step moves the correc
 REFRESH = 16  # steps after which corrections come into force
 SLOW_RUNS = 2  # first runs of a size, while the device prepares it: they tell nothing
 MEASURED = 20  # runs that a size counts as having had which was measured at the start
+MEASURED_SHARED = 1  # on a device that others may use as well
+PROPOSING_RATE = 0.1  # share by which a step that proposes moves what that is believed to cost; the first ones more
+PLAIN_RUNS = 8  # of a size without proposals, after which one with proposals tells what these cost
+LONG_AGO = -(1 << 30)
 TABLES = 1024  # of sizes, kept for numbers of rows
 
 
@@ -78,6 +82,12 @@ def non_negative_least_squares(a: np.ndarray, b: np.ndarray, rounds: int = 2000)
     return x
 
 
+def _exact_sizes(most: int) -> list[int]:
+    """Numbers of tokens between which steps hardly differ: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32 ..."""
+    sizes = sorted({1, 2, *(n << k for n in (2, 3) for k in range(most.bit_length()))})
+    return [n for n in sizes if n <= most]
+
+
 Padding = Callable[[int, int, bool], int]
 """(rows, tokens, whether no row holds more than a verify window) -> tokens that the device computes for so many."""
 
@@ -97,10 +107,14 @@ class CostModel:
         self._coefficients = self._fit(samples)
         self._terms: list[float] = self._coefficients[len(counts) :].tolist()
         self._scale = 1.0
-        sizes = [] if padded is None else self._sizes(padded, 1, True).tolist()
+        sizes = _exact_sizes(most) if padded is None else self._sizes(padded, 1, True).tolist()
         self._grid = np.unique([*counts, *sizes])  # where steps are observed: the device's own sizes, if it has some
         self._corrections = np.ones((2, len(self._grid)))  # of steps without and with prompt chunks
-        self._seen = np.where(np.isin(self._grid, counts), MEASURED, 0) * np.ones((2, 1), dtype=np.int64)
+        self._plain = np.zeros_like(self._corrections, dtype=np.int64)  # runs of each size that proposed nothing
+        self._proposing: dict[int, tuple[int, float]] = {}  # by bits of the rows: steps, seconds beyond the fitted ones
+        self._slow, measured = (0, MEASURED_SHARED) if padded is None else (SLOW_RUNS, MEASURED)
+        self._seen = np.where(np.isin(self._grid, counts), measured, 0) * np.ones((2, 1), dtype=np.int64)
+        self._last = np.full_like(self._seen, LONG_AGO)  # how much had been observed when a size ran last
         self._observed = 0
         self._curve = self._tabulate()  # by computed tokens
         self._corrected = np.ones((2, most + 1))  # the corrections, likewise
@@ -147,19 +161,35 @@ class CostModel:
     def curve(self, work: StepWork, tokens: int | np.ndarray) -> np.ndarray:
         """Seconds of `work` if it held so many tokens instead; scalar or tokens [N] -> [N]."""
         at = self.computed(work, tokens)
-        return self._scale * self._corrected[int(work.pairs > 0), at] * (self._curve[at] + self._linear(work))
+        step = self._scale * self._corrected[int(work.pairs > 0), at] * (self._curve[at] + self._linear(work))
+        return step + self.proposing(work.rows, work.draft_width)
 
     def _linear(self, work: StepWork) -> float:
-        rows, context, pairs, *proposing = self._terms
-        return rows * work.rows + context * work.context + pairs * work.pairs + _proposing(proposing, work)
+        rows, context, pairs, *_ = self._terms
+        return rows * work.rows + context * work.context + pairs * work.pairs
 
     def proposing(self, rows: int, width: int) -> float:
         """Seconds that proposing so many drafts for so many rows adds to a step."""
+        if not width:
+            return 0.0
+        return max(0.0, self._fitted_proposing(rows, width) + self._proposing.get(rows.bit_length(), (0, 0.0))[1])
+
+    def _fitted_proposing(self, rows: int, width: int) -> float:
         return self._scale * _proposing(self._terms[3:], StepWork(rows, rows, 0, draft_width=width))
 
     def attending(self, pairs: np.ndarray) -> np.ndarray:
         """Seconds that so many pairs of prompt token and context cell add; [N] -> [N]."""
         return self._scale * self._terms[2] * pairs
+
+    def place(self, work: StepWork, tokens: int | np.ndarray) -> np.ndarray:
+        """Steps of which numbers of tokens are told apart: the number of such a size, from 0; scalar or [N]."""
+        at = self.computed(work, tokens)
+        above = np.clip(np.searchsorted(self._grid, at), 1, len(self._grid) - 1)
+        return above - (at - self._grid[above - 1] < self._grid[above] - at)
+
+    def age(self, places: np.ndarray) -> np.ndarray:
+        """Steps that ran since one without prompt chunks was of each of these sizes; [N] -> [N]."""
+        return self._observed - self._last[0, places]
 
     def observe(self, work: StepWork, seconds: float) -> float:
         """A step took so long. Returns what was predicted. One outlier moves nothing far: ratios are clipped. Kernels
@@ -168,21 +198,34 @@ class CostModel:
         if seconds <= 0 or predicted <= 0:
             return predicted
         ratio = min(max(seconds / predicted, LEAST_RATIO), MOST_RATIO)
-        kind, at = int(work.pairs > 0), int(np.abs(self._grid - self.computed(work, work.tokens)).argmin())
+        kind, at = int(work.pairs > 0), int(self.place(work, work.tokens))
+        self._observed += 1
+        self._last[kind, at] = self._observed
+        if work.draft_width and self._plain[kind, at] >= PLAIN_RUNS:
+            self._observe_proposing(work, seconds)
+            return predicted
+        self._plain[kind, at] += not work.draft_width
         self._seen[kind, at] += 1
-        runs = int(self._seen[kind, at]) - SLOW_RUNS
+        runs = int(self._seen[kind, at]) - self._slow
         if runs <= 0:
             return predicted
         self._scale *= ratio**SCALE_RATE
-        self._corrections[kind, at] *= ratio ** max(CURVE_RATE, 1 / (1 + runs))
-        self._observed += 1
+        self._corrections[kind, at] *= ratio ** max(CURVE_RATE, 1 / max(2, runs))
         if self._observed % REFRESH == 0 or runs < REFRESH:
             self._correct()
         return predicted
 
+    def _observe_proposing(self, work: StepWork, seconds: float) -> None:
+        """What a step that proposes takes beyond one of its size that does not."""
+        plain, key = self.seconds(work._replace(draft_width=0)), work.rows.bit_length()
+        fitted, (runs, before) = self._fitted_proposing(work.rows, work.draft_width), self._proposing.get(key, (0, 0.0))
+        found = min(max(seconds - plain, -plain), plain) - fitted
+        after = before + max(PROPOSING_RATE, 1 / (2 + runs)) * (found - before)
+        self._proposing[key] = runs + 1, max(-fitted, after)
+
     def _correct(self) -> None:
         """Sizes that never ran lie between those that did."""
-        counts, known = np.arange(self.most + 1), self._seen > SLOW_RUNS
+        counts, known = np.arange(self.most + 1), self._seen > self._slow
         self._corrected = np.stack([np.interp(counts, self._grid[known[kind]], self._corrections[kind, known[kind]])
                                     for kind in range(2)])
 

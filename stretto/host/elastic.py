@@ -44,6 +44,11 @@ PROBE_SHARE = 0.004  # of the time that probing may cost
 PROBE_EXTRA = 0.03  # of a plain step's time that one probe may add, where more than one row fits into that
 PROBE_LEAST = 8  # steps between probes, at least
 LIKELY = 0.5  # drafts that must be offered on average, so that a probe verifies any
+EXPLORE_SHARE = 0.004  # of the time that trying sizes of steps may cost of which nothing is known of late
+EXPLORE_EVERY = 8  # steps between such tries, at least
+EXPLORE_MOST = 3.0  # plain steps that they may cost at the start, and that may be saved up later
+EXPLORE_UNASKED = 1.0  # saved plain steps from which one proposes for it alone, where no other would
+STALE = 64  # steps after which a size is tried again
 SURPRISE = 0.05  # by which the usual acceptance must have risen in a probe, so that another follows at once
 REMEMBERED = 4096  # requests and sessions without a slot
 NORMAL = NormalDist()
@@ -129,6 +134,7 @@ class Elastic:
         self._rated, self._rated_rows = (0.0, widths[-1]), 0  # the best rate and its width, for so many rows
         self._probe_in = PROBE_LEAST
         self._spare = 0.0  # standard deviations of the offered drafts for which a step has room beyond their mean
+        self._saved = EXPLORE_MOST  # plain steps that trying sizes may cost
         self._believed = 1.0  # acceptance of first drafts at the last probe
         self._flights: dict[int, _Flight] = {}
         self._sizes = Sizes(cost, widths[-1], 0.0 if exact else PREPARING)
@@ -162,14 +168,16 @@ class Elastic:
         if not self.adapts:
             demand = replace(demand, fixed=np.ones(rows, dtype=bool))
         self.acceptance.step(demand.slots)
+        self._saved = min(self._saved + EXPLORE_SHARE, EXPLORE_MOST)
         rated = rows != self._rated_rows or self.counters.steps % RATED_STEPS == 0
-        gains, costs = self._weigh(demand) if rated or self._drafted else NOTHING
+        gains, offered = self._weigh(demand) if rated or self._drafted else NOTHING
         if rated:
-            self._rated, self._rated_rows = self._best_rate(demand, gains, costs), rows
+            lasting = np.maximum(offered, self.acceptance.lasting)
+            self._rated, self._rated_rows = self._best_rate(demand, gains * lasting, lasting), rows
         rate, width = self._rated
-        probing = self._is_probe_due(width, rows)
+        probing = self._is_probe_due(demand, width)
         verifiable = self._drafted
-        drafts, absent = self._drafts(demand, gains, costs, rate)
+        drafts, absent = self._drafts(demand, gains * offered, offered, rate)
         width = self._next_width(demand, width, probing)
         verified = sum(drafts) - absent
         chunk = self._chunk(demand, verified)
@@ -180,14 +188,13 @@ class Elastic:
         return Choice(drafts, chunk, width, verifiable, absent, least, work, plain, another)
 
     def _weigh(self, demand: Demand) -> tuple[np.ndarray, np.ndarray]:
-        """Gain of each draft and how likely it is there at all, [R, K]; gains of drafts that the row may not have are
-        0."""
-        gains = self.acceptance.survival(demand.slots)
+        """Gain of each draft if it is offered and how likely that is, [R, K]; gains of drafts that the row may not have
+        are 0."""
+        gains = self.acceptance.accepted(demand.slots)
         places = np.arange(gains.shape[1])
-        gains = np.where(places < demand.widths[:, None], gains, 0.0)
-        return gains, self.acceptance.offered(demand.slots)
+        return np.where(places < demand.widths[:, None], gains, 0.0), self.acceptance.offered(demand.slots)
 
-    def _best_rate(self, demand: Demand, gains: np.ndarray, costs: np.ndarray) -> tuple[float, int]:
+    def _best_rate(self, demand: Demand, gains: np.ndarray, offered: np.ndarray) -> tuple[float, int]:
         """The best rate of tokens that the decode rows reach alone, and the draft width it takes."""
         rows = len(demand.slots)
         if not rows:
@@ -195,7 +202,7 @@ class Elastic:
         best, at, present, none = 0.0, 0, 0.0, 0.0
         for width in self.widths:
             inside = gains[:, :width]
-            gain, _, tokens = _cumulated(inside, costs[:, :width], _ranked(inside), self._spare)
+            gain, _, tokens = _cumulated(inside, offered[:, :width], _ranked(inside), self._spare)
             seconds = self.cost.curve(self._work(demand, rows, width, 0), rows + tokens)
             rate = float(((rows + gain) / self._bounded(seconds)).max())
             if width == self.favourite:
@@ -231,16 +238,36 @@ class Elastic:
         chunk = demand.chunk_tokens if self.goal is None else min(demand.chunk_tokens, LEAST_CHUNK)
         work, sizes = self._work(demand, rows, 0, chunk), rows + chunk + int(fixed.sum()) + tokens
         seconds = self.cost.curve(work, sizes)
-        n = self._sizes.best(work, sizes, gain / rate - self._bounded(seconds))
-        if self._probe_in < 0:
+        value = gain / rate - self._bounded(seconds)
+        best = n = self._sizes.best(work, sizes, value)
+        if not chunk and (self.favourite == 0 or self.counters.steps % EXPLORE_EVERY == 0):
+            n = self._explored(work, sizes, value, n)
+        probing = self._probe_in < 0
+        if probing:
             n = max(n, self._probe_size(seconds, offered))
             self._probe_in = self._probe_interval(rows, seconds, n)
             self._believed = self.acceptance.best
-            self.counters.probes += 1
+        self.counters.probes += probing or n != best
         chosen = np.minimum(np.bincount(ranked[:n] // width, minlength=rows), demand.widths) * ~demand.fixed
         self._weigh_room(demand, rate, float(gain[n]), float(offered[n]), int(tokens[n]))
         absent = 0 if self.exact or self.on_host else max(0, int(chosen.sum()) - int(tokens[n]))
         return (chosen + fixed).tolist(), absent
+
+    def _explored(self, work: StepWork, sizes: np.ndarray, value: np.ndarray, best: int) -> int:
+        """Now and then a size that did not run for long takes the place of the best one: what it costs may have been
+        measured in a bad moment, and nothing else would tell. Each size has the same share of what that may cost: the
+        less is lost by it, as far as is known, the more often it runs."""
+        plain, places = self.cost.seconds(work), self.cost.place(work, sizes)
+        last = np.flatnonzero(np.diff(places, append=-1))  # the most drafts of each size
+        loss, age = np.maximum((value[best] - value[last]) / plain, 0.01), self.cost.age(places[last])
+        possible = (age > STALE) & (loss < EXPLORE_MOST) & self._sizes.prepared(work, sizes[last])
+        if not possible.any():
+            return best
+        chosen = int(np.where(possible, age / loss, 0.0).argmax())
+        if loss[chosen] > self._saved:
+            return best
+        self._saved -= float(loss[chosen])
+        return int(last[chosen])
 
     def _weigh_room(self, demand: Demand, rate: float, gain: float, offered: float, room: int) -> None:
         """How many standard deviations of room a step has beyond the drafts that are offered on average: the last place
@@ -287,8 +314,9 @@ class Elastic:
                         chunk * demand.chunk_context, width)
 
     # ----------------------------------------------------------------------------------------------------- probes
-    def _is_probe_due(self, width: int, rows: int) -> bool:
+    def _is_probe_due(self, demand: Demand, width: int) -> bool:
         """Where nothing would be proposed: whether this step is to propose for a probe in the next one."""
+        rows = len(demand.slots)
         if width or not rows or not self.widths[-1]:
             self._probe_in = PROBE_LEAST
             return False
@@ -297,7 +325,13 @@ class Elastic:
             self._probe_in = 0
         self._believed = min(self._believed, found)
         self._probe_in -= 1
-        return self._probe_in < 0 and (self.on_host or not self._drafted)
+        if self._drafted and not self.on_host:
+            return False
+        if self._saved >= EXPLORE_UNASKED and self.counters.steps % EXPLORE_EVERY == 0:
+            plain = self.cost.seconds(self._work(demand, rows, 0, 0))
+            self._saved -= self.cost.proposing(rows, self.widths[-1]) / plain
+            return True
+        return self._probe_in < 0
 
     def _probe_size(self, seconds: np.ndarray, offered: np.ndarray) -> int:
         """Drafts of a probe: one row's, or as many as add little to the step. None where the drafter has found hardly

@@ -8,7 +8,7 @@ import numpy as np
 from stretto.host.cost import CostModel, StepWork
 
 FIRST = 512  # tokens of the largest step with drafts that is prepared at the start; larger ones seldom pay
-PREPARING = 0.02  # seconds: a part of what the device takes for a new size, which is then used again and again
+PREPARING = 0.01  # seconds: a part of what the device takes for a new size, which is then used again and again
 
 
 def is_first(rows: int, tokens: int) -> bool:
@@ -43,6 +43,12 @@ class Sizes:
         """A step is launched, so that the device is prepared for its size from now on."""
         if not work.pairs:
             self._of(work)[1][self._cost.computed(work, work.tokens)] = True
+
+    def prepared(self, work: StepWork, tokens: np.ndarray) -> np.ndarray:
+        """Whether it is for variants of a step, bool [N]; where nothing has to be prepared, for all."""
+        if not self._preparing:
+            return np.ones(len(tokens), dtype=bool)
+        return self._of(work)[1][self._cost.computed(work, tokens)]
 
     def best(self, work: StepWork, tokens: np.ndarray, value: np.ndarray) -> int:
         """The best of some variants of a step, by `value` in seconds; the first has no drafts. tokens, value [N]."""
