@@ -1,11 +1,14 @@
-"""Tensor parallelism: decode steps of one engine on one GPU and over two, beside what a sum over the ranks takes.
+"""Tensor parallelism: decode steps of one engine on one GPU and over several, beside what a sum over the ranks takes.
 
-    python -m benchmarks.ranks_gpu --json benchmarks/results/ranks_h200.json
-    python -m benchmarks.ranks_gpu --device cpu              # a small model over gloo: whether it runs
+    python -m benchmarks.ranks_gpu --json ranks.json                # two GPUs, at most 150 s
+    python -m benchmarks.ranks_gpu --ranks 4
+    python -m benchmarks.ranks_gpu --device cpu                     # a small model over gloo: whether it runs
 
-Three engines of the same random weights, each in processes of its own: one rank; two ranks that sum through symmetric
-memory; two ranks that sum through NCCL alone. Milliseconds of a step in which all rows decode, at a prompt of 512, the
-host's work included. Then the sums by themselves, in microseconds of one of 64 in a captured graph.
+Three engines of the same random weights, each in processes of its own: ranks that sum through symmetric memory; one
+rank; ranks that sum through NCCL alone. Milliseconds of a step in which all rows decode, at a prompt of 512, the host's
+work included. Then the sums by themselves, in microseconds of one of 64 in a captured graph. Every figure is printed,
+and written, when it is there; the first engine begins with the largest batch, and what does not fit --seconds is left
+out.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import json
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +47,8 @@ from stretto.sample.features import SHORT, StepShape
 TINY = SHAPES["llama-8b"] | dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                                  num_key_value_heads=2, vocab_size=512)
 PAGE, CHAIN = 16, 64
-MODES = ("one rank", "symmetric memory", "NCCL alone")
-MOST_SECONDS = 150  # of one mode
+STARTED = time.perf_counter()
+MODES = ("symmetric memory", "one rank", "NCCL alone")
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Spec:
     rows: tuple[int, ...]
     prompt: int
     steps: int
+    ranks: int = 2
     nccl: bool = False
 
     @property
@@ -121,34 +126,36 @@ def step_ms(core: EngineCore, rows: int, spec: Spec) -> float:
     return statistics.median(spans)
 
 
-def run_mode(mode: str, spec: Spec) -> dict:
-    """Step times of one engine, and the sums of its ranks by themselves."""
+def run_mode(mode: str, spec: Spec) -> None:
+    """Step times of one engine, then the sums of its ranks by themselves; a line each."""
     if mode == "one rank":
         core = engine(spec, half_of(spec, None)[0])
-        return {"ms": {rows: step_ms(core, rows, spec) for rows in spec.rows}}
-    ranks = Ranks(2, spec.device, spec, half_of)
-    shard = ranks.join()
-    half = ranks.lead(half_of(spec, shard)[0])
-    core = engine(spec, half)
-    found = {}
+    else:
+        ranks = Ranks(spec.ranks, spec.device, spec, half_of)
+        shard = ranks.join()
+        half = ranks.lead(half_of(spec, shard)[0])
+        core = engine(spec, half)
+    say("ready", round(time.perf_counter() - STARTED, 1))
     for rows in spec.rows:
-        found[rows] = step_ms(core, rows, spec)
-        print(f"{mode}, {rows} rows: {found[rows]:.3f} ms", file=sys.stderr, flush=True)
-    made: dict = {"ms": found}
-    if spec.device == "cuda":
-        sums = Sums(nccl=spec.nccl)
+        say(f"step of {rows} rows, ms", round(step_ms(core, rows, spec), 3))
+    if mode != "one rank" and spec.device == "cuda":
+        sums = Sums()
         half.between(sums)
-        made["us"] = {name: round(us, 2) for name, us in sums.us.items()}
+        for name, us in sums.us.items():
+            say(f"{name}, us", round(us, 2))
     core.close()
-    return made
+
+
+def say(name: str, value: float) -> None:
+    print(json.dumps([name, value]), flush=True)
 
 
 class Sums:
     """An action between steps, on every rank at the same time: sums and joins by themselves. `us`: what they took on
     the rank that asked."""
 
-    def __init__(self, nccl: bool):
-        self.nccl, self.us = nccl, {}
+    def __init__(self) -> None:
+        self.us: dict[str, float] = {}
 
     def __call__(self, runner: Runner) -> None:
         shard = runner.model.decoder[0].attn.out._shard  # type: ignore[attr-defined]
@@ -184,39 +191,57 @@ def replay_us(run: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=150, help="of all")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--mode", choices=MODES, help="this one alone, as JSON")
+    parser.add_argument("--mode", choices=MODES, help="this one alone, a line a figure")
     options = parser.parse_args()
-    spec = Spec(options.device, (1, 8, 32, 128), 512, 32, options.mode == "NCCL alone")
-    if options.device == "cpu":
-        spec = Spec("cpu", (1, 4), 32, 8, options.mode == "NCCL alone")
+    rows, prompt, steps = ((128, 1, 32, 8), 512, 32) if options.device == "cuda" else ((4, 1), 32, 8)
     if options.mode:
         with torch.inference_mode() if options.mode == "one rank" else nullcontext():
-            print(json.dumps(run_mode(options.mode, spec)), flush=True)
+            run_mode(options.mode, Spec(options.device, rows, prompt, steps, options.ranks,
+                                        options.mode == "NCCL alone"))
         return
-    found: dict = {"time": time.strftime("%Y-%m-%d %H:%M"), "torch": torch.__version__,
+    found: dict = {"time": time.strftime("%Y-%m-%d %H:%M"), "torch": torch.__version__, "ranks": options.ranks,
                    "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU"}
     for mode in MODES:
-        command = [sys.executable, "-m", "benchmarks.ranks_gpu", "--device", options.device, "--mode", mode]
-        try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=MOST_SECONDS, check=True)
-            found[mode] = json.loads(done.stdout.splitlines()[-1])
-        except (subprocess.SubprocessError, ValueError, IndexError) as e:
-            found[mode] = {"failed": str(e)[:200]}
-        print(mode, json.dumps(found[mode]), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
-    table(found)
+        made: dict[str, float] = {}
+        found[mode] = made
+        for name, value in figures(mode, options, STARTED + options.seconds):
+            made[name] = value
+            print(f"{time.perf_counter() - STARTED:5.1f} s  {mode}: {name}: {value}", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
+    table(found, rows)
 
 
-def table(found: dict) -> None:
+def figures(mode: str, options: argparse.Namespace, ends: float) -> Iterator[tuple[str, float]]:
+    """What a process of its own measures, until it or the time is over."""
+    if ends < time.perf_counter():
+        return
+    command = [sys.executable, "-m", "benchmarks.ranks_gpu", "--device", options.device, "--ranks", str(options.ranks),
+               "--mode", mode]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        late = threading.Timer(ends - time.perf_counter(), child.kill)  # its ranks end with it
+        late.start()
+        assert child.stdout is not None
+        for line in child.stdout:
+            yield tuple(json.loads(line))
+        late.cancel()
+    if child.returncode:
+        print(f"{mode} has ended with {child.returncode}: {'no time is left' if child.returncode < 0 else 'see above'}")
+
+
+def table(found: dict, rows: tuple[int, ...]) -> None:
     """As in docs/scaling.md."""
-    one, two, nccl = (found[mode].get("ms", {}) for mode in MODES)
-    print("| rows | one GPU | two, symmetric memory | share | two, NCCL alone |\n|--:|--:|--:|--:|--:|")
-    for rows in one:
-        cells = [f"{ms[rows]:.2f} ms" if rows in ms else "-" for ms in (one, two, nccl)]
-        share = f"{two[rows] / one[rows]:.2f}" if rows in two else "-"
-        print(f"| {rows} | {cells[0]} | {cells[1]} | {share} | {cells[2]} |")
+    several, one, nccl = (found[mode] for mode in MODES)
+    ranks = found["ranks"]
+    print(f"| rows | one GPU | {ranks}, symmetric memory | share | {ranks}, NCCL alone |\n|--:|--:|--:|--:|--:|")
+    for n in sorted(rows):
+        name = f"step of {n} rows, ms"
+        cells = [f"{ms[name]:.2f} ms" if name in ms else "-" for ms in (one, several, nccl)]
+        share = f"{several[name] / one[name]:.2f}" if name in several and name in one else "-"
+        print(f"| {n} | {cells[0]} | {cells[1]} | {share} | {cells[2]} |")
 
 
 if __name__ == "__main__":
