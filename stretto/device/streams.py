@@ -25,6 +25,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -41,6 +42,7 @@ from stretto.device.runner import HalfStep, Runner
 from stretto.sample.features import StepShape
 from stretto.wire import HEADER, Moved, PackedPlan, PageOp, split_plan, with_times
 
+EXIT_SECONDS = 60  # that a CPU's steps have to end
 LARGEST_GRAPH = 4096  # packed tokens; above it kernels run so long that launching them one by one costs nothing
 
 
@@ -208,7 +210,7 @@ class InlineDevice:
         action(self.runner)
 
     def counts(self) -> dict[str, float]:
-        return {}
+        return self.runner.counts()
 
     def check(self) -> None:
         """Nothing goes wrong between steps."""
@@ -217,20 +219,17 @@ class InlineDevice:
         self.results.clear()
 
 
-class ThreadDevice:
-    """Runs steps on a thread of its own, so that the host plans while the CPU's kernels run (they hold no GIL)."""
+class _CpuSteps:
+    """What the thread of a `ThreadDevice` runs on. It does not know that: an engine that nobody has any more ends."""
 
     def __init__(self, runner: Runner):
         self.runner = runner
         self.plans: queue.SimpleQueue[np.ndarray | Callable[[], None] | None] = queue.SimpleQueue()
-        self.masks: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
+        self.masks: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
         self.results: queue.SimpleQueue[np.ndarray | BaseException] = queue.SimpleQueue()
         self.moves = CpuMoves(runner.pages) if runner.pages.host is not None else None
-        threads = torch.get_num_threads()
-        self.thread = threading.Thread(target=self._run, args=(threads,), name="stretto-device", daemon=True)
-        self.thread.start()
 
-    def _run(self, threads: int) -> None:
+    def run(self, threads: int) -> None:
         torch.set_num_threads(threads)  # a new thread starts with its own count
         while (packed := self.plans.get()) is not None:
             if callable(packed):
@@ -246,21 +245,37 @@ class ThreadDevice:
             self.moves.before(packed)
         output = self.runner.begin(packed)
         if isinstance(output, HalfStep):
-            output = self.runner.end(output, self.masks.get())
+            mask = self.masks.get()
+            if mask is None:
+                raise RuntimeError("the engine has ended before it gave the mask of this step")
+            output = self.runner.end(output, mask)
         result = output.packed(output.body.numpy())
         return result if self.moves is None else self.moves.after(result)
 
+
+class ThreadDevice:
+    """Runs steps on a thread of its own, so that the host plans while the CPU's kernels run (they hold no GIL).
+
+    The thread ends by `close`, with the object, or with the interpreter, which kernels must not outlive."""
+
+    def __init__(self, runner: Runner):
+        self._steps = steps = _CpuSteps(runner)
+        self.runner, self.moves = runner, steps.moves
+        thread = threading.Thread(target=steps.run, args=(torch.get_num_threads(),), name="stretto-device", daemon=True)
+        thread.start()
+        self._end = weakref.finalize(self, _end_steps, steps, thread)
+
     def launch(self, packed: np.ndarray) -> None:
-        self.plans.put(packed)
+        self._steps.plans.put(packed)
 
     def mask(self, packed: np.ndarray) -> None:
-        self.masks.put(packed)
+        self._steps.masks.put(packed)
 
     def ready(self) -> bool:
-        return not self.results.empty()
+        return not self._steps.results.empty()
 
     def collect(self) -> np.ndarray:
-        result = self.results.get()
+        result = self._steps.results.get()
         if isinstance(result, BaseException):
             raise result
         return result
@@ -278,18 +293,25 @@ class ThreadDevice:
             except BaseException as e:  # of whoever asked
                 done.set_exception(e)
 
-        self.plans.put(run)
+        self._steps.plans.put(run)
         done.result()
 
     def counts(self) -> dict[str, float]:
-        return {}
+        return self.runner.counts()
 
     def check(self) -> None:
         """Nothing goes wrong between steps."""
 
     def close(self) -> None:
-        self.plans.put(None)
-        self.thread.join(timeout=60)
+        self._end()
+
+
+def _end_steps(steps: _CpuSteps, thread: threading.Thread) -> None:
+    """Once the steps that were launched have run; one of them may wait for a mask that nobody will give."""
+    steps.plans.put(None)
+    steps.masks.put(None)
+    if thread is not threading.current_thread():  # the last reference may go anywhere
+        thread.join(timeout=EXIT_SECONDS)
 
 
 class CudaDevice:
@@ -362,7 +384,8 @@ class CudaDevice:
         self.steps.synchronize()  # so that what it copies from may go
 
     def counts(self) -> dict[str, float]:
-        return {"graph_replays": float(self.graphs.replays), "eager_steps": float(self.graphs.eager_steps)}
+        return self.runner.counts() | {"graph_replays": float(self.graphs.replays),
+                                       "eager_steps": float(self.graphs.eager_steps)}
 
     def check(self) -> None:
         """Nothing goes wrong between steps."""

@@ -7,6 +7,7 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 
 from stretto.engine.handle import EXIT_SECONDS, WATCH_SECONDS, EngineHandle
 from stretto.engine.loop import CoreFactory, run_loop
@@ -48,6 +49,7 @@ class InProcessEngine(EngineHandle):
         engine = cls(factory, stall_timeout)
         engine._thread.start()
         engine.info = await asyncio.shield(engine._router.started)
+        weakref.finalize(engine, _end, engine._inbox, engine._thread)  # at the latest when the interpreter ends
         engine._watch = asyncio.create_task(engine._watch_stalls())
         return engine
 
@@ -60,8 +62,7 @@ class InProcessEngine(EngineHandle):
             return
         self._watch.cancel()
         self._watch = None
-        self._inbox.put(Shutdown())
-        await asyncio.to_thread(self._thread.join, EXIT_SECONDS)
+        await asyncio.to_thread(_end, self._inbox, self._thread)
         self._router.die("the engine has been closed")
 
     def _send(self, event: Event) -> None:
@@ -75,6 +76,11 @@ class InProcessEngine(EngineHandle):
             await asyncio.sleep(WATCH_SECONDS)
             before, used = used, _cpu_seconds(self._thread)
             self._router.check_stall(WATCH_SECONDS, computing=used - before > WATCH_SECONDS / 10)
+
+
+def _end(inbox: QueueInbox, thread: threading.Thread) -> None:
+    inbox.put(Shutdown())
+    thread.join(EXIT_SECONDS)
 
 
 def _cpu_seconds(thread: threading.Thread) -> float:
