@@ -153,7 +153,7 @@ def make_engine(model: CausalModel, drafter: str | Drafter | None, target: Targe
         "max_model_len": context, "width": width, "depth": int(s.overlap), "chunk": s.chunk, "budget": s.budget,
         "cap_policy": s.cap_policy, "mixed": s.mixed, "prefix_cache": s.prefix_cache, "poison": s.poison,
         "lookahead": caps.lookahead if caps and width else 0, "seeds": random.Random(0), "eos_token_ids": eos,
-        "drafter": make_host_drafter(named) if named and on_host else None}
+        "drafter": make_host_drafter(named, model.vocab_size) if named and on_host else None}
     host = HostLimits(**fields | limits)
     info = EngineInfo(model_name=target.name, vocab_size=model.vocab_size, max_model_len=context,
                       max_num_seqs=s.slots - 1, kv_tokens=host.kv_tokens, eos_token_ids=[], speculation_tokens=width)

@@ -36,6 +36,7 @@ from stretto.sample.logprobs import Reporting, token_scores, values_to_report
 from stretto.sample.processors import Positions, TokenMasks
 from stretto.sample.verify import choose, mask, process, prompt_targets, sampled_positions
 from stretto.spec.api import Drafter
+from stretto.spec.plugin import faults_of
 from stretto.wire import (
     HEADER,
     MASK_HEADER,
@@ -117,6 +118,11 @@ class Runner:
         self.drafter, self.tap_names = drafter, sorted(drafter.caps.taps) if drafter else []
         if drafter is not None:
             self.drafting.adopt(drafter)
+
+    def counts(self) -> dict[str, float]:
+        """What goes wrong without a step going wrong."""
+        faults = faults_of(self.drafter)
+        return {"drafter_faults": float(faults)} if faults else {}
 
     def keep_on_host(self, counts: Sequence[int]) -> HostPages:
         """Host memory for so many pages of each group. After `adopt`: what a drafter keeps beside pages travels too."""

@@ -112,7 +112,7 @@ def _build(prepared: Prepared, ranks: Ranks | HostRanks | None, progress: Progre
     model, runner = parts.model, parts.runner
     device_half: DeviceHalf = ranks.lead(parts.device) if ranks else parts.device
     processors = runner.table.custom.registry
-    limits = host_limits(resolved, eos_ids(prepared, tokenizer), _host_drafter(prepared), processors)
+    limits = host_limits(resolved, eos_ids(prepared, tokenizer), _host_drafter(prepared, model.vocab_size), processors)
     if model.device.type == "cuda" and not resolved.config.schedule.enforce_eager:
         shapes = [replace(shape, fixed=runner.fixed) for shape in _shapes(resolved, limits)]
         device_half.warm_up(shapes, partial(progress, "graphs") if progress else None)
@@ -298,12 +298,12 @@ def _load_drafter(runner: Runner, prepared: Prepared) -> None:
         raise ConfigError(refusals)
 
 
-def _host_drafter(prepared: Prepared) -> HostDrafter | None:
+def _host_drafter(prepared: Prepared, vocab_size: int) -> HostDrafter | None:
     drafter, resolved = prepared.facts.drafter, prepared.resolved
     if resolved.drafter is None or drafter is None or drafter.caps.where != "host":
         return None
     try:
-        return make_host_drafter(resolved.drafter)
+        return make_host_drafter(resolved.drafter, vocab_size)
     except DrafterError as e:
         raise ConfigError([Refusal(f"--speculation {resolved.drafter}", "this installation", str(e),
                                    "choose another drafter")]) from e

@@ -32,6 +32,7 @@ from stretto.protocol import (
     UnloadAdapter,
     check_request,
 )
+from stretto.spec.plugin import faults_of
 from stretto.wire import LateMask, StepPlan, pack_mask, pack_plan, unpack_result
 
 REST_SECONDS = 0.01  # for which a step waits where all work waits for something else than the device
@@ -148,9 +149,11 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         counters, gauges = self.host.stats()
+        faults = faults_of(self.host.limits.drafter)
         counters |= {"loop_seconds": self.busy_seconds, "device_wait_seconds": self.wait_seconds,
                      "mask_seconds": self.mask_seconds, "late_masks": float(self.late_masks),
-                     "late_masks_overlapped": float(self.late_masks_overlapped)} | self.device.counts()
+                     "late_masks_overlapped": float(self.late_masks_overlapped),
+                     "drafter_faults": float(faults)} | self.device.counts()
         return EngineStats(counters=counters, gauges=gauges | {"steps_in_flight": float(self.in_flight)})
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "host_restored_tokens": (("vllm:external_prefix_cache_hits",), "Tokens whose KV was copied back, not computed"),
     "host_declined_tokens": ((), "Tokens that host memory held and that were computed, since that took less time"),
     "host_forgotten_tokens": ((), "Tokens whose copy in host memory made room for others, or was flushed"),
+    "drafter_faults": ((), "Times that a third party's drafter failed and a step or a row went without drafts"),
     "elastic_predicted_seconds": ((), "What the cost model said that steps would take"),
     "elastic_measured_seconds": ((), "What those steps took"),
     "elastic_plain_seconds": ((), "What the same tokens would have taken without drafts, by the cost model"),

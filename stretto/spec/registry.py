@@ -30,6 +30,7 @@ from stretto.spec.eagle3 import Eagle3
 from stretto.spec.identify import identify
 from stretto.spec.mtp import MTP
 from stretto.spec.ngram import LONGEST, SHORTEST, NgramDrafter
+from stretto.spec.plugin import Plugin, as_plugin
 from stretto.spec.scripted import ScriptedDrafter
 from stretto.spec.standalone import Standalone
 from stretto.spec.suffix import Suffix
@@ -146,13 +147,13 @@ def find_drafter(asked: str) -> tuple[DrafterKind, str]:
 
 
 def _loaded(plugin: EntryPoint) -> DrafterKind:
-    """A class, of which one is made, or the object itself. Raises DrafterError."""
+    """Raises DrafterError, whatever the package does when it is imported."""
     try:
-        kind = plugin.load()
-    except (ImportError, AttributeError) as e:
+        loaded = plugin.load()
+    except Exception as e:
         raise DrafterError(f"drafter {plugin.name}: its package gives no {plugin.value} ({type(e).__name__}: {e})"
                            ) from e
-    return kind() if isinstance(kind, type) else kind
+    return as_plugin(plugin.name, loaded)
 
 
 def drafter_caps(asked: str) -> DrafterCaps:
@@ -187,14 +188,13 @@ def draft_checkpoint(asked: str) -> Path | None:
     return path if path.exists() else None
 
 
-def make_host_drafter(asked: str) -> Callable[[Sequence[int], int], list[int]]:
+def make_host_drafter(asked: str, vocab_size: int | None = None) -> Callable[[Sequence[int], int], list[int]]:
     """Of a kind that proposes on the host: (confirmed ids, width) -> at most that many ids that may follow. Such a kind
-    has a method `host(settings)`. Raises DrafterError."""
+    has a method `host(settings)`. `vocab_size`: of the target, where it is known. Raises DrafterError."""
     kind, settings = find_drafter(asked)
-    make = getattr(kind, "host", None)
-    if make is None:
-        raise DrafterError(f"drafter {asked} declares that it proposes on the host, and has no method host(settings)")
-    return make(settings)
+    if isinstance(kind, Plugin):
+        return kind.host(settings, vocab_size)
+    return getattr(kind, "host")(settings)  # noqa: B009 - kinds that declare so have it, the protocol has not
 
 
 def make_drafter(asked: str, context: DrafterContext) -> Drafter:
