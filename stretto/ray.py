@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -128,8 +128,7 @@ def _refuse_what_ray_does(config: Config) -> None:
 
 
 def _options(config: Config, own: Scaling) -> dict[str, Any]:
-    ranks = config.parallel.tensor_parallel_size
-    bundle = {"CPU": own.num_cpus} | ({"GPU": float(ranks)} if _on_gpus(config) else {})
+    bundle = {"CPU": own.num_cpus} | _gpus_of_replica(config, machines())
     autoscaling = AutoscalingConfig(
         min_replicas=own.min_replicas, max_replicas=own.max_replicas,
         policy=AutoscalingPolicy(policy_function=ScaleByLoad, policy_kwargs={"target_load": own.target_load}))
@@ -143,10 +142,25 @@ def _options(config: Config, own: Scaling) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": config.serve.drain_timeout + LAST_WORDS_SECONDS}
 
 
-def _on_gpus(config: Config) -> bool:
-    """`auto` is decided by what the cluster has now: say `cuda` where machines with GPUs come when they are needed."""
+def machines() -> list[Mapping[str, float]]:
+    """What each machine of the cluster has now; none, outside of a cluster."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+
+
+def _gpus_of_replica(config: Config, there: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """A replica's ranks are processes of one machine. `auto` is decided by what the cluster has now: say `cuda` where
+    machines with GPUs come when they are needed. Raises ConfigError where no machine has enough and none may come."""
+    ranks, most = config.parallel.tensor_parallel_size, max((one.get("GPU", 0.0) for one in there), default=0.0)
     if config.model.device == "auto":
-        found = ray.cluster_resources().get("GPU", 0) > 0
-        log.info("device auto: %s", "the cluster has GPUs" if found else "the cluster has no GPU; replicas run on CPUs")
-        return found
-    return config.model.device == "cuda"
+        log.info("device auto: %s", "the cluster has GPUs" if most else "the cluster has no GPU; replicas run on CPUs")
+        if 0 < most < ranks:
+            raise ConfigError([Refusal(
+                f"tensor_parallel_size {ranks}", f"a cluster whose largest machine has {most:g} GPUs",
+                "the ranks of a replica run on one machine",
+                f"set {most:g} or less, or device cuda where larger machines come when they are needed")])
+        return {"GPU": float(ranks)} if most else {}
+    if config.model.device != "cuda":
+        return {}
+    if there and most < ranks:
+        log.warning("no machine of the cluster has %d GPUs now, which one replica needs: it waits for one", ranks)
+    return {"GPU": float(ranks)}

@@ -254,6 +254,32 @@ for bad in ({"port": 9}, {"replicas": 2}, {"modle": 1}, {"min_replicas": 2, "max
 """
 
 
+CHECK_ROOM = """
+import logging
+import stretto.ray
+logging.basicConfig(format="%(message)s")
+stretto.ray.machines = lambda: [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 4.0}, {"CPU": 64.0}]
+for device, ranks in (("auto", 4), ("cuda", 8), ("cpu", 8), ("auto", 8)):
+    try:
+        built = stretto.ray.app({"model": "x", "device": device, "tensor_parallel_size": ranks})
+        print(built._bound_deployment.ray_actor_options["num_gpus"])
+    except ValueError as e:
+        print(e)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_ranks_that_no_machine_has_room_for_are_refused():
+    """Their placement group would wait for ever. Where machines may come, they are waited for, which the log says."""
+    made = subprocess.run([str(ray_python()), "-c", CHECK_ROOM], capture_output=True, text=True, timeout=120)
+    assert made.returncode == 0, made.stderr
+    fits, waits, without, refused = made.stdout.splitlines()
+    assert (float(fits), float(waits), float(without)) == (4.0, 8.0, 0.0)
+    assert "no machine of the cluster has 8 GPUs now" in made.stderr
+    assert "tensor_parallel_size 8 does not work with a cluster whose largest machine has 4 GPUs" in refused
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_ray_reads_the_examples_and_bad_settings_are_refused():
