@@ -151,20 +151,28 @@ class Usage(msgspec.Struct, array_like=True):
     steps: int = 0  # steps that emitted tokens
     retractions: int = 0
     queue_seconds: float = 0.0  # from arrival to the first admission
-    verified_runs: tuple[int, ...] = ()  # item n: in how many steps n drafts were verified; n = 0 is not counted
-    accepted_runs: tuple[int, ...] = ()  # item n: in how many of these steps n drafts were accepted
+    verified_runs: list[int] = []  # item n: in how many steps n drafts were verified; n = 0 is not counted
+    accepted_runs: list[int] = []  # item n: in how many of these steps n drafts were accepted
 
     def note_drafts(self, verified: int, accepted: int) -> None:
         """Of one step."""
         if verified:
-            self.verified_runs = counted(self.verified_runs, verified)
-            self.accepted_runs = counted(self.accepted_runs, accepted)
+            _count(self.verified_runs, verified)
+            _count(self.accepted_runs, accepted)
+
+    def snapshot(self) -> Usage:
+        """As it is now, while this one is counted on."""
+        now: Usage = self.__copy__()  # type: ignore[attr-defined]  # what copy.copy looks for first, each time
+        if self.verified_runs:
+            now.verified_runs, now.accepted_runs = self.verified_runs.copy(), self.accepted_runs.copy()
+        return now
 
 
-def counted(runs: tuple[int, ...], n: int) -> tuple[int, ...]:
-    """A histogram with one more item n."""
-    runs += (0,) * (n + 1 - len(runs))
-    return (*runs[:n], runs[n] + 1, *runs[n + 1 :])
+def _count(runs: list[int], n: int) -> None:
+    """A histogram gets one more item n."""
+    if n >= len(runs):
+        runs.extend([0] * (n + 1 - len(runs)))
+    runs[n] += 1
 
 
 def reached(runs: Sequence[int]) -> list[int]:

@@ -41,7 +41,9 @@ Evicted = list[tuple[int, int]]  # (group, page)
 
 
 _NO_TAILS: Mapping[int, int] = MappingProxyType({})  # one for all nodes: few have any, and there are many nodes
-_NOT_SAVED = (NULL_PAGE,) * 64
+_NOT_SAVED = (NULL_PAGE,)
+_UNUSED: Rank = (0.0, 0)
+_NO_STAMPS: Sequence[Rank] = (_UNUSED,) * 64  # one for all nodes, as only window pages are unpinned one by one
 
 
 class Node:
@@ -50,18 +52,18 @@ class Node:
     __slots__ = ("children", "depth", "hits", "key", "kids", "pages", "parent", "pins", "refs", "saved", "saved_kids",
                  "serial", "stamps", "tails", "used")
 
-    def __init__(self, key: object, parent: Node | None, n_groups: int, serial: int):
+    def __init__(self, key: object, parent: Node | None, pages: list[int], serial: int):
         self.key, self.parent, self.serial = key, parent, serial
         self.depth: int = parent.depth + 1 if parent else 0
         self.children: dict[tuple[int, ...], Node] = {}
-        self.pages = [NULL_PAGE] * n_groups
-        self.pins = [0] * n_groups  # leases that hold the page of each group
+        self.pages = pages
+        self.pins = [0] * len(pages)  # leases that hold the page of each group
         self.refs = 0  # leases whose path leads through this node
         self.kids = 0  # children with a page on the device
         self.hits = 0  # how often it was found
-        self.used: Rank = (0.0, 0)  # when the last reference went
-        self.stamps: list[Rank] = [(0.0, 0)] * n_groups  # when the last pin of each group went
-        self.saved: Sequence[int] = _NOT_SAVED[:n_groups]  # host pages that hold the same
+        self.used: Rank = _UNUSED  # when the last reference went
+        self.stamps: Sequence[Rank] = _NO_STAMPS  # when the last pin of each group went, once one has
+        self.saved: Sequence[int] = _NOT_SAVED if len(pages) == 1 else _NOT_SAVED * len(pages)  # host pages that hold the same
         self.saved_kids = 0  # children with a host page
         self.tails = _NO_TAILS  # children that are less than a page: how many of each length
 
@@ -126,9 +128,9 @@ class PrefixTree:
     def grow(self, parent: Node, key: tuple[int, ...], pages: list[int]) -> Node:
         """A child of whole pages that nobody has yet, with its page of every group (or NULL_PAGE), each pinned by the
         lease that brings them and leads through it: `child`, `refer` and `put` at once."""
-        need(key not in parent.children, "a page of tokens is made twice")
-        node = parent.children[key] = Node(key, parent, len(pages), next(self._serials))
-        node.refs, node.pages, held = 1, pages, self.held
+        node, held = Node(key, parent, pages, next(self._serials)), self.held
+        need(parent.children.setdefault(key, node) is node, "a page of tokens is made twice")
+        node.refs = 1
         for group, page in enumerate(pages):
             if page != NULL_PAGE:
                 node.pins[group] = 1
@@ -141,7 +143,7 @@ class PrefixTree:
         return (len(path) - 1) * self.page_size + len(path[-1].key) if path else 0  # type: ignore[arg-type]
 
     def _new_node(self, key: object, parent: Node | None) -> Node:
-        return Node(key, parent, len(self.windows), next(self._serials))
+        return Node(key, parent, [NULL_PAGE] * len(self.windows), next(self._serials))
 
     # ------------------------------------------------------------------------------------------- pages, references
     def put(self, node: Node, group: int, page: int) -> None:
@@ -165,9 +167,15 @@ class PrefixTree:
         if node.pins[group]:
             return
         self.loose[group] += 1
-        node.stamps[group] = self._rank(node)
         if self.windows[group] is not None:
-            self._push(self._window_pages[group], node.stamps[group], node)
+            self._stamp(node, group)
+
+    def _stamp(self, node: Node, group: int) -> None:
+        """A window page may be evicted next."""
+        stamps = list(node.stamps[: len(node.pages)])
+        stamps[group] = rank = self._rank(node)
+        node.stamps = stamps
+        self._push(self._window_pages[group], rank, node)
 
     def refer(self, node: Node) -> None:
         node.refs += 1

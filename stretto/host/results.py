@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from copy import copy
 
 from stretto.host.counters import Counters
 from stretto.host.faults import HostFault, need
@@ -152,7 +151,7 @@ class Results:
         reason, stop = ending or (None, None)
         request = turn.job.request
         outputs.append(Output(
-            request.rid, turn.job.index, new, text if request.want_text else "", reason, stop, copy(usage),
+            request.rid, turn.job.index, new, text if request.want_text else "", reason, stop, usage.snapshot(),
             None if request.sampling.logprobs is None else self._logprobs(row, new, request.sampling.logprobs),
             None if turn.scores is None else self._take_scores(turn)))
         return ending
@@ -308,7 +307,7 @@ class Results:
                         scores: list[TokenLogprob] | None = None) -> list[Output]:
         """The last output of a turn, and of the choices that were to be forked from it."""
         indices = (turn.job.index, *range(1, 1 + turn.unforked))
-        return [Output(turn.job.request.rid, index, [], "", *ending, copy(turn.usage), error=error,
+        return [Output(turn.job.request.rid, index, [], "", *ending, turn.usage.snapshot(), error=error,
                        prompt_logprobs=scores if index == turn.job.index else None) for index in indices]
 
     def quarantine(self, turn: Turn, cause: Exception) -> list[Output]:
