@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import transformers
 from msgspec.structs import replace
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from stretto.bench.tiny import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, SPREAD, write_tiny
 from stretto.device.ranks import RanksDevice
@@ -122,7 +122,16 @@ def write_hybrid(folder: Path) -> Path:
                 size = next((size for part, size in sizes.items() if part in name), 1.0)
                 tensor.normal_(0, size * tensor.shape[-1] ** -0.5)
         model.lm_head.weight[EOS] = 0  # answers end where the test says so
+        attending = {name: t for name, t in model.model.layers[1].state_dict().items() if t.ndim > 1}
+        predictor = {f"layers.0.{name}": torch.randn_like(t) * t.shape[-1] ** -0.5 for name, t in attending.items()}
+        predictor |= {f"layers.0.{name}": torch.zeros_like(t) for name, t in model.model.layers[1].state_dict().items()
+                      if t.ndim == 1}
+        predictor |= {name: torch.zeros(HIDDEN) for name in
+                      ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")}
+        predictor["fc.weight"] = torch.randn(HIDDEN, 2 * HIDDEN) * (2 * HIDDEN) ** -0.5
     model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {f"mtp.{name}": t for name, t in predictor.items()}, path, metadata={"format": "pt"})
     return folder
 
 
@@ -404,6 +413,8 @@ class MatrixRun:
         self.core.close()
         for rid, asked in self.asked.items():
             self.check(rid, asked)
+        self.replay.check_spread()
+        self.beside.check_spread()
 
     def bits(self, rid: str, other: Any = None) -> Any:
         """Ids and log-probabilities of each choice; with `other`, which they must be, how many ids that are."""

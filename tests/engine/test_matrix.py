@@ -14,9 +14,11 @@ from stretto.compat import ConfigError
 from stretto.config import Config, LoraSection, ModelSection, SpeculationSection
 from stretto.engine.prepare import prepare
 from stretto.matrix import FEATURES, REFUSALS
-from stretto.protocol import RequestError
+from stretto.params import SamplingParams
+from stretto.protocol import RequestError, TokenLogprob
 from tests.covering import Cell, pairwise
 from tests.engine.matrix_run import DRAFTERS, EVIDENCE, MatrixRun, lab_keeper
+from tests.engine.replay_oracle import EIGHT_BITS, Replay
 from tests.proofs import ProofOf
 from tests.spec.suffix_trees import install
 
@@ -112,6 +114,20 @@ def test_what_is_refused_at_start_says_so(labs, refusal) -> None:
     with pytest.raises(ConfigError) as told:
         prepare(asked)
     assert refusal.sentence in str(told.value)
+
+
+def test_a_shift_that_no_log_probability_shows_by_itself_is_noticed(labs) -> None:
+    replay, ids = Replay(labs(frozenset({"float32"})).reference, EIGHT_BITS["bfloat16"]), [7, 3, 250, 9, 12, 40, 41]
+    own = replay.logits(ids).log_softmax(-1)
+    scores = [TokenLogprob(token, float(own[at, token]), [], []) for at, token in enumerate(ids[1:])]
+    replay.check([ids[0]], ids[1:], SamplingParams(temperature=1.0), scores=scores, rejection=True)
+    replay.check_spread()
+    for score in scores:
+        score.logprob -= 1.5  # type: ignore[operator]
+    replay.check([ids[0]], ids[1:], SamplingParams(temperature=1.0), scores=scores, rejection=True)
+    replay.check([ids[0]], ids[1:], SamplingParams(temperature=1.0), scores=scores, rejection=True)
+    with pytest.raises(AssertionError, match="root mean square of 18 differences"):
+        replay.check_spread()
 
 
 def test_no_refusal_is_left_out() -> None:
