@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 
 from stretto.protocol import Output, Request, Usage
-from stretto.serve.metrics import INTER_TOKEN_LATENCY, QUEUE_TIME, REQUEST_LATENCY, TIME_TO_FIRST_TOKEN, ServerMetrics
+from stretto.serve.metric_names import INTER_TOKEN_LATENCY, QUEUE_TIME, REQUEST_LATENCY, TIME_TO_FIRST_TOKEN
+from stretto.serve.metrics import ServerMetrics
 
 log = logging.getLogger(__name__)
 Choice = tuple[int, int]  # (prompt, index)

@@ -23,64 +23,19 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from stretto.protocol import EngineInfo, EngineStats
+from stretto.serve.metric_names import (
+    ACCEPTED_RUNS,
+    BY_KIND,
+    BY_PLACE,
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    KV_PAGES,
+    PAGE_STATES,
+)
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-
-# The engine's names (EngineStats) and vLLM's names for the same facts, with what is said about them.
-COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "prompt_tokens": (("vllm:prompt_tokens", "vllm:prefix_cache_queries"), "Prompt tokens of admitted requests"),
-    "generated_tokens": (("vllm:generation_tokens",), "Tokens generated and delivered"),
-    "cached_tokens": (("vllm:prefix_cache_hits",), "Prompt tokens whose KV was found in the prefix cache"),
-    "retractions": (("vllm:num_preemptions",), "Running choices put back to make room"),
-    "drafted": (("vllm:spec_decode_num_draft_tokens",), "Draft tokens verified"),
-    "accepted": (("vllm:spec_decode_num_accepted_tokens",), "Draft tokens accepted"),
-    "recomputed_tokens": ((), "Tokens of sessions and retracted choices whose KV had gone and was computed again"),
-    "host_saved_tokens": ((), "Tokens whose KV was copied to host memory when it left the device"),
-    "host_restored_tokens": (("vllm:external_prefix_cache_hits",), "Tokens whose KV was copied back, not computed"),
-    "host_declined_tokens": ((), "Tokens that host memory held and that were computed, since that took less time"),
-    "host_forgotten_tokens": ((), "Tokens whose copy in host memory made room for others, or was flushed"),
-    "drafter_faults": ((), "Times that a third party's drafter failed and a step or a row went without drafts"),
-    "elastic_predicted_seconds": ((), "What the cost model said that steps would take"),
-    "elastic_measured_seconds": ((), "What those steps took"),
-    "elastic_plain_seconds": ((), "What the same tokens would have taken without drafts, by the cost model"),
-    "elastic_regret_seconds": ((), "Seconds of steps that drafts made longer than they were worth"),
-    "elastic_probes": ((), "Steps that verified drafts only to see whether they have become worth it"),
-    "elastic_absent_drafts": ((), "Drafts that rows might have verified, and for which steps had no room made"),
-}
-GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "running": (("vllm:num_requests_running",), "Choices in the batch"),
-    "waiting": (("vllm:num_requests_waiting",), "Choices waiting for a place in the batch"),
-    "host_bytes_used": ((), "Bytes of host memory that hold copies of KV"),
-    "host_bytes_total": ((), "Bytes of host memory for copies of KV"),
-    "host_save_bytes_per_second": ((), "How fast KV is copied to host memory, measured; 0: not yet"),
-    "host_restore_bytes_per_second": ((), "How fast KV is copied back, measured; 0: not yet"),
-    "prefill_tokens_per_second": ((), "How fast steps feed prompts, measured for the host tier; 0: not yet"),
-    "kv_usage": (("vllm:kv_cache_usage_perc",), "Share of KV pages in use, 0 to 1"),
-}
-# Engine counters that are one fact with a label: family -> (label, {value: engine's name}, text)
-BY_KIND: Mapping[str, tuple[str, Mapping[str, str], str]] = {
-    "stretto_step_tokens": ("kind", {"prefill": "prefill_tokens", "decode": "decode_tokens",
-                                     "verify": "verify_tokens"}, "Tokens fed to the model, by what their row was for"),
-    "stretto_step_rows": ("kind", {"prefill": "prefill_rows", "decode": "plain_rows", "verify": "verify_rows"},
-                          "Rows of steps, by what they were for"),
-    "vllm:spec_decode_num_drafts": ("", {"": "verify_rows"}, "Drafts verified, each of one or more tokens"),
-}
-BY_PLACE: Mapping[str, tuple[tuple[str, ...], str, str]] = {  # engine's name before the number: families, label, text
-    "drafted_at": (("stretto_drafted_per_position",), "position", "Draft tokens verified, by place in the draft"),
-    "accepted_at": (("stretto_accepted_per_position", "vllm:spec_decode_num_accepted_tokens_per_pos"), "position",
-                    "Draft tokens accepted, by place in the draft"),
-    "elastic_chosen": (("stretto_elastic_rows",), "drafts", "Rows that decode, by the drafts the step gave them"),
-}
-ACCEPTED_RUNS = ("stretto_accepted_run_tokens", "Draft tokens accepted in a step, of each row with drafts")
-TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY = "time_to_first_token_seconds", "inter_token_latency_seconds"
-REQUEST_LATENCY, QUEUE_TIME = "e2e_request_latency_seconds", "request_queue_time_seconds"
-HISTOGRAMS: Mapping[str, str] = {  # each under our prefix and vLLM's
-    TIME_TO_FIRST_TOKEN: "From a request's arrival to its first token",
-    INTER_TOKEN_LATENCY: "Between two tokens of a choice; tokens of one step share the step's time",
-    REQUEST_LATENCY: "From a request's arrival to its end",
-    QUEUE_TIME: "From a request's arrival to its place in the batch",
-}
 
 
 class Histogram:
@@ -145,6 +100,8 @@ class ServerMetrics(Collector):
             others, text = COUNTERS.get(name, ((), f"Engine counter {name}"))
             yield from self._each(CounterMetricFamily, (f"stretto_{name}", *others), text, value)
         for name, value in self._snapshot.gauges.items():
+            if name.startswith("pages_"):
+                continue  # of a group of layers
             others, text = GAUGES.get(name, ((), f"Engine gauge {name}"))
             yield from self._each(GaugeMetricFamily, (f"stretto_{name}", *others), text, value)
         for name, histogram in self.histograms.items():
@@ -182,6 +139,15 @@ class ServerMetrics(Collector):
                     family.add_metric([*labels, place], value)
                 yield family
         yield self._accepted_runs()
+        yield self._kv_pages()
+
+    def _kv_pages(self) -> Metric:
+        family = GaugeMetricFamily(*KV_PAGES, labels=[*self._labels, "group", "state"])
+        for state, start in PAGE_STATES.items():
+            for name, value in self._snapshot.gauges.items():
+                if name.startswith(start):
+                    family.add_metric([*self._labels.values(), name.removeprefix(start), state], value)
+        return family
 
     def _accepted_runs(self) -> Metric:
         family = HistogramMetricFamily(*ACCEPTED_RUNS, labels=list(self._labels))

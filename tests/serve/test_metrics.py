@@ -9,8 +9,10 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from stretto.host.counters import Counters
 from stretto.protocol import EngineDead, EngineInfo, EngineStats
-from stretto.serve.metrics import TIME_TO_FIRST_TOKEN, Histogram, ServerMetrics
+from stretto.serve.metric_names import COUNTERS, GAUGES, TIME_TO_FIRST_TOKEN
+from stretto.serve.metrics import Histogram, ServerMetrics
 from tests.serve.conftest import Api, make_api, make_served
 from tests.serve.fakes import CoreOptions
 
@@ -46,6 +48,21 @@ async def test_names_that_others_look_for(api: Api):
     for name in CONVENTIONAL:
         assert f"\n{name}{{" in text, name
     assert 'model_name="fake/tiny"' in text
+
+
+def test_every_number_says_what_it_is():
+    """Of the engine's counters, its loop's, and its pages by group."""
+    assert set(Counters.__slots__) - {"drafts"} <= set(COUNTERS)
+    info = EngineInfo(model_name="m", vocab_size=1, max_model_len=1, max_num_seqs=1, kv_tokens=1, eos_token_ids=[])
+    metrics = ServerMetrics(info, "m")
+    gauges = dict.fromkeys(GAUGES, 1.0) | {"pages_total_1": 9.0, "pages_free_1": 4.0, "pages_used_1": 3.0,
+                                           "pages_evictable_1": 2.0}
+    metrics.take(EngineStats(counters=dict.fromkeys(COUNTERS, 1.0), gauges=gauges))
+    text = metrics.render().decode()
+    assert "Engine counter" not in text and "Engine gauge" not in text
+    pages = {name: value for name, value in samples(text).items() if name.startswith("stretto_kv_pages")}
+    assert pages == {"stretto_kv_pages|group=1|state=free": 4.0, "stretto_kv_pages|group=1|state=evictable": 2.0,
+                     "stretto_kv_pages|group=1|state=used": 3.0}
 
 
 async def test_case_17_03_counters_are_monotone_and_equal_the_usages():

@@ -11,6 +11,7 @@ import torch
 
 from stretto.engine.build import text_streams
 from stretto.engine.core import EngineCore
+from stretto.serve.metric_names import COUNTERS, GAUGES
 from stretto.spec.ngram import NgramDrafter
 from tests.engine.small import VOCAB, Oracle, make_core
 from tests.engine.test_logit_processors import ForceCode, as_code, engine
@@ -105,6 +106,14 @@ async def test_case_6_03_clients_that_leave_free_their_pages(oracle: Oracle, ans
         again = await api.complete(PROMPTS[1], max_tokens=NEW, temperature=0, ignore_eos=True, return_token_ids=True)
         assert again.json()["choices"][0]["token_ids"] == answers[1]
     core.host.audit()
+
+
+def test_metrics_say_what_every_number_of_an_engine_is(oracle: Oracle):
+    core = core_of(oracle)
+    stats = core.stats()
+    core.close()
+    assert {name for name in stats.counters if "." not in name} <= set(COUNTERS)
+    assert {name for name in stats.gauges if not name.startswith("pages_")} <= set(GAUGES)
 
 
 async def test_case_17_03_metrics_equal_the_usages(oracle: Oracle):
