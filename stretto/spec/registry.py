@@ -206,8 +206,14 @@ def make_drafter(asked: str, context: DrafterContext) -> Drafter:
 
 @contextmanager
 def _said_of(asked: str) -> Iterator[None]:
-    """What is wrong with a draft checkpoint's config or weights is said of the drafter."""
+    """What is wrong with a draft checkpoint's config or weights is said of the drafter; also where a value of a wrong
+    kind in its config has got as far as the place that needs another."""
     try:
         yield
+    except DrafterError:
+        raise
     except (ConfigError, WeightError) as e:
         raise DrafterError(f"drafter {asked}: {e}") from e
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError) as e:
+        raise DrafterError(f"drafter {asked}: its config.json asks for what cannot be made ({type(e).__name__}: {e})"
+                           ) from e
