@@ -214,6 +214,8 @@ class ShortLaunch:
     most: int  # tokens of a row
     splits: int
     group: int  # query heads of a KV head
+    keys: int = KEYS
+    warps: int = 4
 
     @property
     def partials(self) -> int:
@@ -246,8 +248,9 @@ def launch_short(sizes: ShortLaunch, layer: LayerSpec, qkv: torch.Tensor, rope: 
         partials[sums * layer.head_dim :], arrivals, qkv.stride(0), k_cache.stride(0), k_cache.stride(1),
         table.stride(0), 0.0 if norm is None else norm.eps, LOG2E.value * layer.scale, sizes.rows, sizes.tokens,
         int(early), G=sizes.group, GROUP=triton.next_power_of_2(sizes.group), HEADS_KV=layer.n_kv_heads,
-        D=layer.head_dim, M=max(16, triton.next_power_of_2(sizes.most * sizes.group)), MOST=sizes.most, KEYS=KEYS,
+        D=layer.head_dim, M=max(16, triton.next_power_of_2(sizes.most * sizes.group)), MOST=sizes.most, KEYS=sizes.keys,
         SPLITS=sizes.splits, PAGE=step.page_size, NORM=norm is not None, PDL=pdl,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
-        UPCAST=INTERPRETED and qkv.dtype == torch.bfloat16, num_warps=4, **({"launch_pdl": True} if pdl else {}))
+        UPCAST=INTERPRETED and qkv.dtype == torch.bfloat16, num_warps=sizes.warps,
+        **({"launch_pdl": True} if pdl else {}))
     return out

@@ -24,6 +24,7 @@ class Blocks:
     pause: int = 0  # nanoseconds between two turns of asking
     delay: int = 0  # nanoseconds before asking
     keep: bool = False  # what is asked for is evicted last
+    early: bool = False  # the first columns of W are loaded before the launch before has ended
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from triton.compiler import compile as compile_source
 from stretto.ops import (
     skinny,
     triton_delta,
+    triton_delta_net,
     triton_exchange,
     triton_fixed,
     triton_grouped,
@@ -136,7 +137,7 @@ def skinny_kernels(arch: int, pdl: bool):
             yield f"{rows} rows of {inputs} to {outputs}", build(
                 triton_skinny.few_rows_kernel,
                 options | dict(BM=rows, BN=blocks.outputs, BK=blocks.columns, SPLIT=blocks.split, GATED=gated,
-                               COPIES=False, STAGES=blocks.stages, KEEP=True, THREADS=32 * blocks.warps,
+                               COPIES=False, EARLY=True, STAGES=blocks.stages, KEEP=True, THREADS=32 * blocks.warps,
                                PRECISION="tf32", UPCAST=False), blocks.warps, arch, {})
 
 
@@ -159,7 +160,7 @@ def tile_kernels(arch: int, pdl: bool):
                                                    tiles(sizes))
     for rows in (16, 64):
         sizes = dict(BM=rows, BN=64, BK=128, SPLIT=2, STAGES=4, KEEP=False, THREADS=128, BIAS=True, GATED=False,
-                     ADD=True, COPIES=True, PDL=pdl, PRECISION="tf32", UPCAST=False)
+                     ADD=True, COPIES=True, EARLY=False, PDL=pdl, PRECISION="tf32", UPCAST=False)
         yield f"few rows, {rows}, copied", build(triton_skinny.few_rows_kernel, sizes, 4, arch, tiles(sizes))
     sizes = dict(BM=128, BN=128, BK=64, STAGES=4, KEEP=False, THREADS=256, BIAS=True, PDL=pdl, PRECISION="tf32",
                  UPCAST=False)
@@ -210,6 +211,12 @@ def recurrent_kernels(arch: int, pdl: bool):
     yield "convolution", build(triton_recurrent.conv_kernel, sizes | tile, 4, arch, states)
     yield "its states", build(triton_recurrent.conv_state_kernel, sizes | dict(PAGE=16, BLOCK=64, COLUMNS=4), 4, arch,
                               states)
+    yield "inputs of the delta rule", build(
+        triton_delta_net.delta_inputs_kernel, dict(HEADS=16, VALUE_HEADS=32, K=128, BLOCK_H=4, BLOCK_K=128, BLOCK_V=32,
+                                                   PDL=pdl), 4, arch,
+        states | dict(a="*bf16", b="*bf16", log_rate="*bf16", q_out="*fp32", k_out="*fp32", scale="fp32"))
+    yield "its gate", build(triton_delta_net.gated_norm_kernel, dict(HEADS=32, D=128, BLOCK_H=8, BLOCK_D=128, PDL=pdl),
+                            4, arch, dict(x="*fp32", gate="*bf16"))
     sizes = dict(CELLS=6, HEADS=32, EACH=2, K=128, V=128, BK=128, BV=32, DELTA=True, PDL=pdl)
     yield "delta rule", build(triton_delta.tokens_kernel, sizes, 4, arch, states)
     for dtype, kind, precision in ((torch.bfloat16, "*bf16", "tf32"), (torch.float32, "*fp32", "tf32x3")):
