@@ -19,7 +19,8 @@ OFFER_ALL_MEMORY = 0.98  # of everybody's offers, kept with each row that might 
 DRY = 0.7  # of everybody's share of offers, which rows that found nothing lately are expected to find again
 WEIGHT = 10.0  # verified drafts by which everybody's average counts in a row's estimate, at first
 LEAST_WEIGHT, MOST_WEIGHT = 4.0, 250.0  # where rows differ much, and not at all
-COMPARING = 0.1  # share by which a step with many rows moves the estimate of how different they are
+COMPARED_STEPS, COMPARING = 4, 0.3  # steps from one look at how different rows are to the next, and by which share
+# one at many rows moves the estimate
 LEAST_TRIED = 3.0  # counts of a row from which it tells how different rows are
 FIRST_GUESS = 0.7  # before anything was verified
 
@@ -35,6 +36,7 @@ class Acceptance:
         self._spread = FIRST_GUESS * (1 - FIRST_GUESS) / WEIGHT  # variance of true acceptance between rows
         self._weight = WEIGHT
         self._offered = np.ones((n_slots, width))  # share of the steps in which a draft stood there, though it might
+        self._steps = 0
         self._kind = np.zeros(n_slots, dtype=np.int64)  # 0 greedy, 1 sampled
         self._all_tried = np.zeros((2, width))  # of each kind
         self._all_passed = np.zeros((2, width))
@@ -72,14 +74,17 @@ class Acceptance:
         passed = tried & (places < accepted[:, None])
         self._tried[slots] += tried
         self._passed[slots] += passed
-        for kind in range(2):
-            own = self._kind[slots] == kind
-            keep = ALL_MEMORY ** int(tried[own].any(1).sum())  # at every place: what was not tried for long fades
+        kinds = self._kind[slots]
+        for kind in set(kinds.tolist()):
+            own = kinds == kind
+            keep = ALL_MEMORY ** int((verified[own] > 0).sum())  # at every place: what was not tried for long fades
             self._all_tried[kind] = keep * self._all_tried[kind] + tried[own].sum(0)
             self._all_passed[kind] = keep * self._all_passed[kind] + passed[own].sum(0)
+        self._steps += 1
         if self.width:
             self._squares[slots] += tried[:, 0]
-            self._compare(slots)
+            if self._steps % COMPARED_STEPS == 0:
+                self._compare(slots)
 
     def _compare(self, slots: np.ndarray) -> None:
         """How different rows of a kind are: the variance of their rates at the first place, less what chance alone

@@ -128,7 +128,7 @@ class CostModel:
 
     def computed(self, work: StepWork, tokens: int | np.ndarray) -> np.ndarray:
         """How many tokens the device computes for a step like this that holds so many; scalar or [N], to `most`."""
-        at = np.clip(tokens, 0, self.most)
+        at = np.minimum(np.maximum(tokens, 0), self.most)
         if self._padded is None:
             return at
         key = work.rows, work.pairs == 0
@@ -184,7 +184,7 @@ class CostModel:
     def place(self, work: StepWork, tokens: int | np.ndarray) -> np.ndarray:
         """Steps of which numbers of tokens are told apart: the number of such a size, from 0; scalar or [N]."""
         at = self.computed(work, tokens)
-        above = np.clip(np.searchsorted(self._grid, at), 1, len(self._grid) - 1)
+        above = np.minimum(np.maximum(np.searchsorted(self._grid, at), 1), len(self._grid) - 1)
         return above - (at - self._grid[above - 1] < self._grid[above] - at)
 
     def age(self, places: np.ndarray) -> np.ndarray:

@@ -369,32 +369,33 @@ class Elastic:
         if flight is None:
             return
         allowed, work = flight.allowed, flight.work
-        rows = [(row.slot, row.verified, len(row.new)) for row in result.rows if row.slot in allowed]
-        emitted = sum(row[2] for row in rows)
-        if rows:
-            slots, verified, new = np.asarray(rows).T
+        table = np.asarray([(row.slot, allowed.get(row.slot, -1), row.fed, row.verified, len(row.new), row.done,
+                             len(row.offered)) for row in result.rows], dtype=np.int64).reshape(-1, 7)
+        rows = table[table[:, 1] >= 0]
+        slots, _, _, verified, new, _, _ = rows.T
+        emitted = int(new.sum())
+        if len(rows):
             self.acceptance.note(slots, verified, np.maximum(new - 1, 0))
-        self._note_offers(result, allowed, work.draft_width)
+        self._note_offers(table, work.draft_width)
         if self.exact:
-            work = work._replace(tokens=sum(row.fed for row in result.rows))
+            work = work._replace(tokens=int(table[:, 2].sum()))
         counters = self.counters
         counters.timed_steps += 1
         counters.predicted_seconds += self.cost.observe(work, seconds)
         counters.measured_seconds += seconds
-        if rows:
+        if len(rows):
             plain = flight.choice.plain_seconds + max(0.0, emitted / len(rows) - 1) * flight.choice.round_seconds
             counters.plain_seconds += plain
             counters.regret_seconds += max(0.0, seconds - plain)
 
-
-    def _note_offers(self, result: StepResult, allowed: Mapping[int, int], width: int) -> None:
-        """What the drafter found: for the rows of this step at its end; on the host, for those that it verified."""
-        if self.on_host:
-            found = [(row.slot, allowed[row.slot], row.verified) for row in result.rows if row.slot in allowed]
-        else:
-            found = [(row.slot, width, len(row.offered)) for row in result.rows if width and row.new and not row.done]
-        if found:
-            self.acceptance.note_offers(*np.asarray(found).T)
+    def _note_offers(self, table: np.ndarray, width: int) -> None:
+        """What the drafter found: for the rows of this step at its end; on the host, for those that it verified. Of
+        each row: slot, drafts that it was allowed (-1: it does not decode), fed, verified, new, done, offered."""
+        slots, allowed, _, verified, new, done, offered = table.T
+        asked, found = (allowed, verified) if self.on_host else (np.full_like(slots, width), offered)
+        told = allowed >= 0 if self.on_host else (new > 0) & (done == 0)
+        if width or self.on_host:
+            self.acceptance.note_offers(slots[told], asked[told], found[told])
 
 
 def _ranked(gains: np.ndarray) -> np.ndarray:

@@ -63,7 +63,7 @@ class Node:
         self.hits = 0  # how often it was found
         self.used: Rank = _UNUSED  # when the last reference went
         self.stamps: Sequence[Rank] = _NO_STAMPS  # when the last pin of each group went, once one has
-        self.saved: Sequence[int] = _NOT_SAVED if len(pages) == 1 else _NOT_SAVED * len(pages)  # host pages that hold the same
+        self.saved: Sequence[int] = _NOT_SAVED if len(pages) == 1 else _NOT_SAVED * len(pages)  # host pages: the same
         self.saved_kids = 0  # children with a host page
         self.tails = _NO_TAILS  # children that are less than a page: how many of each length
 
