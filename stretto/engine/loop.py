@@ -270,5 +270,6 @@ def _close_after_failure(core: Core | None) -> None:
     if core is not None:
         try:
             core.close()
-        except Exception:
-            log.exception("closing the failed core failed as well")
+        except Exception as e:  # mostly what has just been told, once more
+            log.warning("closing the failed core failed as well: %s", describe(e))
+            log.debug("where", exc_info=True)
