@@ -325,7 +325,8 @@ def test_arguments_in_a_channel_stream():
 @pytest.mark.parametrize(("said", "content", "calls"), [
     ("<|call|>", "", [["f", "{}"]]), (' {"a": {}} and<|call|>', "and", [["f", '{"a": {}}']]), ("", "", [["f", ""]]),
     ('{"a": "<', "", [["f", '{"a": "<']]), ("no<|call|>", "f <|constrain|>json<|message|>no", []),
-    ('{"a": 1}<|call|><|start|>assistant' + HARMONY_CALL + '{"b": 2}<|call|>', "", [["f", '{"a": 1}'], ["f", '{"b": 2}']]),
+    ('{"a": 1}<|call|><|start|>assistant' + HARMONY_CALL + '{"b": 2}<|call|>', "",
+     [["f", '{"a": 1}'], ["f", '{"b": 2}']]),
     ('{"a": 1}<|call|><|start|>assistant<|channel|>final<|message|>so', "so", [["f", '{"a": 1}']]),
 ])
 def test_calls_in_channels_that_are_cut_or_no_calls(said: str, content: str, calls: list):

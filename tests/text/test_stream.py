@@ -13,7 +13,9 @@ from stretto.text.stream import IncrementalText, StopStrings, TextDelta
 from stretto.text.tokenizer import Tokenizer, TokenizerParts
 from tests.text.vocabularies import ALL
 
-TEXTS = ("🙂🙂", "삼겹살", "ďábelské", "世a世b", "👩‍👩‍👧", " the end  of\n\nthe story", "don't 3.14 #\t\tx ")
+# The vocabularies have tokens for the first ones, whole; of the characters of UNSEEN they have bytes alone.
+UNSEEN = ("🚀𝄞🚀", "뷁a궭", "žř þ", "龘")
+TEXTS = ("🙂🙂", "삼겹살", "ďábelské", "世a世b", "👩‍👩‍👧", " the end  of\n\nthe story", "don't 3.14 #\t\tx ", *UNSEEN)
 
 
 @pytest.fixture(scope="module", params=ALL)
@@ -41,6 +43,15 @@ def joined(deltas) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- whole characters
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_there_are_characters_of_several_tokens(name):
+    tokenizer = Tokenizer(TokenizerParts(ALL[name]()))
+    for text in UNSEEN:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert sum("\ufffd" in tokenizer.decode([i]) for i in ids) > 1
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("text", TEXTS)
 def test_case_14_01_characters_split_over_tokens(tokenizer, text, size):
