@@ -58,8 +58,8 @@ def test_few_rows(dtype, bias, gated, add, split, m, copies, early):
     start = randn(m, 64, dtype=dtype, seed=4)
     out, arrivals = start.clone(), torch.zeros(4, dtype=torch.int32, device=DEVICE)
     for _ in range(1 if add else 2):  # the counters are left as they were found
-        launch_few_rows(x, w, out, Blocks(16, 64, 2, 2, split, 64, copies, early=early), PDL, arrivals, bias=b, gated=bool(gated),
-                        add=bool(add))
+        launch_few_rows(x, w, out, Blocks(16, 64, 2, 2, split, 64, copies, early=early), PDL, arrivals, bias=b,
+                        gated=bool(gated), add=bool(add))
     close(out, expected(x, w, b, gated, start if add else None))
     assert not arrivals.any()
 
