@@ -41,7 +41,7 @@ FINISHED, ROLLED_BACK, KEPT, FAILED = "finished", "rolled_back", "kept", "failed
 
 BESIDE = ("session_busy", "session_closing", "session_salt", "too_many_sessions")  # no reason not to answer a request
 MOST_WORTH = 8.0  # of a session, where 1 is one that shares nothing
-MAX_GONE = 1 << 16  # expired ids that are remembered, so that a client is told instead of starting anew unknowingly
+MAX_GONE = 1 << 16  # ids remembered of sessions that expired or made room, so that no client starts anew unknowingly
 
 
 @dataclass(eq=False, slots=True)
@@ -85,7 +85,7 @@ class Sessions:
         self._waiting: dict[str, Session] = {}  # by the id of the request that waits behind a live turn
         self._idle: dict[Session, None] = {}  # with a lease
         self._floor, self._clock = 0.0, count()  # of ranks
-        self._gone: dict[str, None] = {}  # ids of expired sessions whose history nobody else has
+        self._gone: dict[str, None] = {}  # ids of sessions that no client closed, the oldest first
 
     # ------------------------------------------------------------------------------------------------------ verbs
     def open(self, sid: str, cache_salt: str = "", ttl: float | None = None, capacity: int | None = None) -> Session:
@@ -262,11 +262,7 @@ class Sessions:
         late = [s for s in self._open.values() if s.turn is None and now - s.used > s.ttl]
         for session in late:
             self._counters.sessions_expired += 1
-            if session.keeps:
-                self._gone[session.sid] = None
-            self._remove(session)
-        while len(self._gone) > MAX_GONE:
-            del self._gone[next(iter(self._gone))]
+            self._lose(session)
 
     def ended(self, turn: Turn, exact: bool) -> list[Output]:
         """A turn finished, its lease settled, its slot still taken. `exact`: the device ended it, so the slot still
@@ -515,6 +511,13 @@ class Sessions:
                                " can be closed without losing its history: close some, or raise the limit",
                                param="session_id", code="too_many_sessions")
         self._counters.sessions_displaced += 1
+        self._lose(session)
+
+    def _lose(self, session: Session) -> None:
+        """Closes a session that no client closed. One that appends to it later is told."""
+        self._gone[session.sid] = None
+        if len(self._gone) > MAX_GONE:
+            del self._gone[next(iter(self._gone))]
         self._remove(session)
 
     def _remove(self, session: Session) -> None:

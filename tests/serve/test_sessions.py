@@ -386,6 +386,20 @@ async def test_capacity_and_expiry(oracle: Oracle):
         assert (await talk.shown("small"))["idle_seconds"] == 51.0
 
 
+async def test_what_is_appended_never_begins_anew_unknowingly(oracle: Oracle):
+    """Nor where the turns before were in mode tag, and the session expired or made room for another."""
+    now = [0.0]
+    async with talking(oracle, max_sessions=1, session_ttl=50.0, clock=lambda: now[0]) as talk:
+        assert ids(await talk.say("s", FIRST))
+        now[0] = 51.0
+        assert code(await talk.append("s", SECOND)) == (404, "session_not_found")
+        assert ids(await talk.say("s", FIRST)) and ids(await talk.say("other", FIRST))
+        assert code(await talk.append("s", SECOND)) == (404, "session_not_found")
+        assert ids(await talk.say("s", FIRST)) and ids(await talk.append("s", SECOND))
+        await talk.api.http.delete("/v1/sessions/s")
+        assert ids(await talk.append("s", SECOND)) == oracle.answer(SECOND, 6)  # its client closed it: that is new
+
+
 # ------------------------------------------------------------------------------------------------------------ chat
 async def test_chat_turns_are_appended_as_the_template_writes_them(talk: Talker):
     """The same ids as if all messages were sent, whether or not the answers end with an end-of-sequence id."""
