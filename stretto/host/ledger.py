@@ -97,7 +97,6 @@ class Ledger:
         self.fenced: list[Lease] = []  # set aside after a broken check
         self.lost = [0] * len(self.windows)  # pages of each group that nobody held when a broken check was repaired
         self.tree = PrefixTree(self.windows, self.page_size)
-        self.hit_tokens = 0
         page_bytes = limits.page_bytes or (1,) * len(self.windows)
         self._token_bytes = sum(page_bytes) / self.page_size
         self._page_bytes = page_bytes
@@ -215,7 +214,6 @@ class Ledger:
             if gain > 0 and self._restoring_pays(there, gain):
                 here = there
         lo = self.tree.tokens_of(here)
-        self.hit_tokens += lo
         self.tree.found(here)
         tail = here.pop() if lo % self.page_size else None
         lease = self._lease_on(root, here, lo, lo, top)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -27,7 +27,6 @@ from stretto.sample.processors import Positions
 from stretto.wire import Int
 
 GROUP = "stretto.logit_processors"
-Make = Callable[[ProcessorContext], LogitProcessor]
 _Uses = msgspec.json.Decoder(list[ProcessorUse])
 
 

@@ -110,7 +110,6 @@ _FIELDS: Mapping[str, Callable[[str, Any], Asked | None]] = {
     "guided_grammar": _text("ebnf"), "json_schema": _schema, "regex": _text("regex"), "ebnf": _text("ebnf"),
     "structural_tag": _listed("structural_tag"),
 }
-GRAMMAR_FIELDS = tuple(_FIELDS)
 
 
 def refused(asked_param: str, error: Exception) -> ApiError:
