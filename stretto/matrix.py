@@ -74,11 +74,9 @@ class Refusal(NamedTuple):
 
 
 _ONE_ANSWER = ("a session's turn has n 1, since its answer becomes the history: branch the session for other answers")
-_PREDICTOR = "the MTP layer of a model whose layers keep states has gated heads and experts, which drafter mtp has not"
 _POINT = "it does not draw its ids, so there is no probability to divide by"
 REFUSALS: tuple[Refusal, ...] = (Refusal("n > 1", "session: tag", _ONE_ANSWER),
                                  Refusal("n > 1", "session: append", _ONE_ANSWER),
-                                 Refusal("recurrent state", "drafter mtp", _PREDICTOR),
                                  Refusal("rejection sampling", "drafter ngram", _POINT),
                                  Refusal("rejection sampling", "drafter suffix", _POINT),
                                  Refusal("deterministic", "rejection sampling",

@@ -2,9 +2,10 @@
 
     x = projection of the normed embedding of token p and the normed hidden of p-1;  h = norm(layer(x));  target's head
 
-Two namings. DeepSeek and GLM append it as one more layer: `model.layers.L.{enorm, hnorm, eh_proj, shared_head.norm}`,
+Three namings. DeepSeek and GLM append it as one more layer: `model.layers.L.{enorm, hnorm, eh_proj, shared_head.norm}`,
 embedding first. MiMo: `model.mtp_layers.0.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}`, hidden
-first. Embedding and head are the target's. Of several such layers the first is used, again and again, as one predictor.
+first. Qwen3-Next and Qwen3.5, under `mtp.`: one more layer of their own kind (`own_layer.py`). Embedding and head are
+the target's. Of several such layers the first is used, again and again, as one predictor.
 """
 
 from __future__ import annotations
@@ -16,20 +17,19 @@ from typing import Any
 import torch
 
 from stretto.attn.api import Attend
-from stretto.model.config import ModelConfig, architecture_of, read_config
+from stretto.model.config import ModelConfig, read_config
 from stretto.model.dequantize import dequantized
 from stretto.model.layers import Linear, RMSNorm
 from stretto.model.quantization import parse_quantization
-from stretto.model.registry import NATIVE
 from stretto.model.source import SafetensorsSource, WeightSource
 from stretto.spec.api import Drafter, DrafterCaps
-from stretto.spec.chain import ChainDrafter
+from stretto.spec.chain import ChainDrafter, ChainModel
 from stretto.spec.context import DrafterContext, DrafterError, DrafterSizes, Target
 from stretto.spec.eagle import chain_caps
 from stretto.spec.layers import DraftLayer, kv_groups, layer_specs, rotary_of, style_of
+from stretto.spec.own_layer import PREFIX, OwnLayerModel, layer_config
 from stretto.spec.repos import count_parameters, split_settings
 from stretto.spec.sources import draft_weights, parse_config, renamed
-from stretto.wire import STATE
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,14 @@ class Naming:
     projection: str
     output_norm: str
     token_first: bool
+    own_layer: bool = False  # a layer of the target's kind
 
 
 def namings(n_layers: int) -> tuple[Naming, ...]:
     return (Naming(f"model.layers.{n_layers}.", "enorm", "hnorm", "eh_proj", "shared_head.norm", True),
             Naming("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm",
-                   False))
+                   False),
+            Naming(PREFIX, "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", True, own_layer=True))
 
 
 class MTPModel:
@@ -97,14 +99,16 @@ class MTP:
 
     def sizes(self, settings: str, target: Target) -> DrafterSizes:
         naming, source, config = self._open(settings, target)
-        last = kv_groups(replace(config, windows=config.windows[-1:]))
-        return DrafterSizes(self.caps(settings), count_parameters(source, lambda n: n.startswith(naming.prefix)), last,
-                            target.hidden_size)
+        one = layer_config(config, source) if naming.own_layer else replace(config, windows=config.windows[-1:])
+        count = count_parameters(source, lambda n: n.startswith(naming.prefix))
+        return DrafterSizes(self.caps(settings), count, kv_groups(one), target.hidden_size)
 
     def make(self, settings: str, context: DrafterContext) -> Drafter:
         assert context.target is not None
         naming, source, config = self._open(settings, context.target)
-        return ChainDrafter(MTPModel(naming, source, config, context), self.caps(settings), context)
+        model: ChainModel = (OwnLayerModel(source, config, context) if naming.own_layer else
+                             MTPModel(naming, source, config, context))
+        return ChainDrafter(model, self.caps(settings), context)
 
     @staticmethod
     def _open(settings: str, target: Target) -> tuple[Naming, WeightSource, ModelConfig]:
@@ -115,14 +119,12 @@ class MTP:
             raise DrafterError(f"drafter mtp: {target.path.name} is a GGUF file, whose MTP layers are not read; serve"
                                " the folder in Hugging Face layout")
         raw = read_config(target.path)[0]
-        if architecture_of(raw) in NATIVE and STATE in ModelConfig.from_hf(raw).windows:
-            raise DrafterError(f"target {target.name}: the MTP layer of a model whose layers keep states has gated"
-                               " heads and experts, which drafter mtp has not")
         source = dequantized(SafetensorsSource(target.path), parse_quantization(raw))
         names = set(source.names())
         for naming in namings(target.n_layers):
             if f"{naming.prefix}{naming.projection}.weight" in names:
-                return naming, source, parse_config({**raw, "model_type": _family(raw)})
+                return naming, source, (ModelConfig.from_hf(raw) if naming.own_layer else
+                                        parse_config({**raw, "model_type": _family(raw)}))
         raise DrafterError(f"target {target.name} ships no MTP layer: its checkpoint holds neither "
                            + " nor ".join(f"{n.prefix}{n.projection}.weight" for n in namings(target.n_layers)))
 

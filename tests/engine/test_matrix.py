@@ -107,15 +107,6 @@ def test_what_is_refused_by_configuration_says_so(labs, monkeypatch, refusal) ->
     assert refusal.sentence in str(told.value)
 
 
-@refused("recurrent state")
-def test_what_is_refused_at_start_says_so(labs, refusal) -> None:
-    lab, drafter = labs(frozenset({refusal.first, "float32"})), refusal.second.removeprefix("drafter ")
-    asked = Config(ModelSection(str(lab.target.path)), speculation=SpeculationSection(drafter))
-    with pytest.raises(ConfigError) as told:
-        prepare(asked)
-    assert refusal.sentence in str(told.value)
-
-
 def test_a_shift_that_no_log_probability_shows_by_itself_is_noticed(labs) -> None:
     replay, ids = Replay(labs(frozenset({"float32"})).reference, EIGHT_BITS["bfloat16"]), [7, 3, 250, 9, 12, 40, 41]
     own = replay.logits(ids).log_softmax(-1)
@@ -131,7 +122,7 @@ def test_a_shift_that_no_log_probability_shows_by_itself_is_noticed(labs) -> Non
 
 
 def test_no_refusal_is_left_out() -> None:
-    tested = {"n > 1", "recurrent state", "rejection sampling", "deterministic"}
+    tested = {"n > 1", "rejection sampling", "deterministic"}
     assert {refusal.first for refusal in REFUSALS} == tested
 
 

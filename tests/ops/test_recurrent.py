@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stretto.ops.delta_net import delta_inputs_reference, gated_norm_reference
 from stretto.ops.recurrent import (
     PartMemory,
     StateStep,
@@ -12,6 +13,7 @@ from stretto.ops.recurrent import (
     recurrence_reference,
 )
 from stretto.ops.triton_delta import Chunking, launch_delta_rule
+from stretto.ops.triton_delta_net import launch_delta_inputs, launch_gated_norm
 from stretto.ops.triton_recurrent import launch_conv
 from stretto.ragged import RaggedStep
 
@@ -150,3 +152,20 @@ def test_recurrence_in_chunks(dtype, chunk, short, delta, alike, tolerance):
     inputs = inputs if delta else (*inputs[:4], None)
     right, after = delta_plainly(step, where, kept, *inputs)
     check(lambda own: launch_delta_rule(*inputs, own, where, dtype, short, chunk), right, kept, after, tolerance)
+
+
+@pytest.mark.parametrize("tokens, heads, values, size", [(1, 2, 4, 8), (5, 3, 3, 12), (0, 2, 2, 8)])
+def test_what_stands_around_the_delta_rule(tokens, heads, values, size):
+    """Kernels and references, on slices of wider tensors."""
+    generator = torch.Generator().manual_seed(3)
+    wide = torch.randn(tokens, 2 * heads * size + 3, generator=generator).to(DEVICE)
+    q, k = (part.unflatten(1, (heads, size)) for part in wide[:, 3:].chunk(2, 1))
+    a, b, gate = (30 * torch.randn(tokens, 2 * values + values * size, generator=generator).to(DEVICE)).split(
+        [values, values, values * size], 1)
+    rate, bias = torch.randn(2, values, generator=generator).to(DEVICE)
+    for one, other in zip(launch_delta_inputs(q, k, a, b, rate, bias),
+                          delta_inputs_reference(q, k, a, b, rate, bias), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    x, weight = torch.randn(tokens, values, size, generator=generator).to(DEVICE), rate.new_ones(size) * 1.3
+    torch.testing.assert_close(launch_gated_norm(x, gate, weight, 1e-5, torch.float32),
+                               gated_norm_reference(x, gate, weight, 1e-5, torch.float32), atol=1e-4, rtol=1e-5)

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from stretto.model.api import CausalModel
 from stretto.model.config import ModelConfig, read_config
@@ -63,6 +65,55 @@ def make_target(folder: Path, mtp: Tensors | None = None, window: int | None = N
     else:
         model = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
     return TinyTarget(model, oracle, target_of(model, folder, "tiny"))
+
+
+def make_hybrid(folder: Path, experts: bool) -> tuple[TinyTarget, torch.nn.Module]:
+    """A target whose layers keep states, with a predictor under "mtp."; and the predictor's parts, by transformers."""
+    torch.manual_seed(7)
+    shape = SHAPE | dict(num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
+                         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+                         linear_value_head_dim=8)
+    if experts:
+        kind, layer_kind = transformers.Qwen3NextForCausalLM, modeling_qwen3_next.Qwen3NextDecoderLayer
+        config = transformers.Qwen3NextConfig(**shape, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                                              shared_expert_intermediate_size=32)
+    else:
+        kind, layer_kind = transformers.Qwen3_5ForCausalLM, modeling_qwen3_5.Qwen3_5DecoderLayer
+        config = transformers.Qwen3_5TextConfig(**shape)
+    oracle = kind(config)
+    norm_kind = type(oracle.model.norm)
+    parts = torch.nn.ModuleDict({"fc": torch.nn.Linear(2 * HIDDEN, HIDDEN, bias=False),
+                                 "layers": torch.nn.ModuleList([layer_kind(config, 1)]),
+                                 **{name: norm_kind(HIDDEN, eps=1e-5) for name in
+                                    ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}})
+    for p in (*oracle.parameters(), *parts.parameters()):
+        p.requires_grad_(False)
+        p.mul_(4) if p.ndim > 1 else p.add_(0.2 * torch.randn_like(p))
+    for p in parts.parameters():  # experts come uninitialised
+        p.normal_(0.0, 0.1)
+    oracle.eval().lm_head.weight.mul_(20)
+    oracle.save_pretrained(folder)
+    together = transformers_names({f"mtp.{name}": t for name, t in parts.state_dict().items()})
+    save_file(load_file(folder / "model.safetensors") | together, folder / "model.safetensors")
+    model = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+    return TinyTarget(model, oracle, target_of(model, folder, "tiny")), parts.eval()
+
+
+def transformers_names(tensors: Tensors) -> Tensors:
+    """Experts one by one, as checkpoints hold them."""
+    made: Tensors = {}
+    for name, t in tensors.items():
+        stem, _, part = name.rpartition(".experts.")
+        if not stem:
+            made[name] = t
+        for e in range(len(t) if stem else 0):
+            if part == "down_proj":
+                made[f"{stem}.experts.{e}.down_proj.weight"] = t[e].contiguous()
+            else:
+                first, second = t[e].chunk(2)
+                made |= {f"{stem}.experts.{e}.{half}.weight": x.contiguous()
+                         for half, x in (("gate_proj", first), ("up_proj", second))}
+    return made
 
 
 def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:

@@ -172,6 +172,27 @@ def test_mtp(tmp_path, setup, naming: str) -> None:
     check(record(tiny, "mtp", setup), expected)
 
 
+@pytest.mark.parametrize("experts", [False, True], ids=["qwen3.5", "qwen3-next"])
+def test_mtp_of_the_targets_own_kind(tmp_path, setup, experts: bool) -> None:
+    """Gated heads, norms by 1 + weight, experts; beside layers that keep states."""
+    tiny, parts = made.make_hybrid(tmp_path / "target", experts)
+
+    def forward(embedded, features):
+        pair = parts["pre_fc_norm_embedding"](embedded), parts["pre_fc_norm_hidden"](features)
+        x, at = parts["fc"](torch.cat(pair, -1))[None], torch.arange(len(embedded))[None]
+        seen = (at[0, :, None] >= at[0])[None, None]
+        x = parts["layers"][0](x, position_embeddings=tiny.reference.model.rotary_emb(x, at),
+                               attention_mask=torch.zeros(seen.shape).masked_fill(~seen, float("-inf")))
+        out = parts["norm"](x[0] if isinstance(x, tuple) else x)
+        out = out.view(len(embedded), -1)
+        return out, out
+
+    def expected(log, drafts):
+        features = states_after(tiny, log, [-1])[:-1]
+        return tiny.reference.lm_head(continued(log, drafts, features, embedding(tiny), forward))
+    check(record(tiny, "mtp", setup), expected)
+
+
 def of_block(tiny, t, log, size: int, mask: int, layers: list[int], windows, embed=None) -> torch.Tensor:
     ids = torch.tensor([log[-1]] + [mask] * (size - 1))
     context = states_after(tiny, log, layers)[:-1]

@@ -11,11 +11,9 @@ A layer with a state, x [T, E] (H heads of keys, each with its share of the Hv h
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 
 from stretto.attn.api import Attend, StateSpec
 from stretto.model.config import ConfigError, ModelConfig
@@ -25,6 +23,7 @@ from stretto.model.families.moe import separate_experts, stored_together
 from stretto.model.layers import GatedMLP, Linear, RMSNorm
 from stretto.model.shard import Shard, rows_of
 from stretto.model.weights import Weights
+from stretto.ops.delta_net import delta_inputs, gated_norm
 from stretto.ops.fixed import by_rows
 from stretto.ops.layer import Rope
 from stretto.ops.recurrent import StepStates, causal_conv, gated_delta_rule
@@ -102,30 +101,11 @@ class GatedDeltaNet:
         made = self.into(x) if norm is None else self.into.normed(x, norm)
         qkv, z, b, a = made.split([s.channels, s.values, s.v_heads, s.v_heads], dim=1)
         q, k, v = causal_conv(qkv, self.conv[:, 0], conv, states.where).split([s.keys, s.keys, s.values], dim=1)
-        q, k = (self._rows(_unit, part.unflatten(1, (s.k_heads, s.k_dim))) for part in (q, k))
-        v, z = (part.unflatten(1, (s.v_heads, s.v_dim)) for part in (v, z))
-        out = gated_delta_rule(q * s.k_dim**-0.5, k, v, self._rows(self._decay_of, a), self._rows(_share, b), delta,
-                               states.where, x.dtype)
-        return self._rows(self._gated, out, z).flatten(1).to(x.dtype)
-
-    def _rows(self, fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        """fn of all rows; if rounding may not depend on the batch, of a fixed number of them at a time."""
-        return by_rows(fn, *tensors) if self._fixed else fn(*tensors)
-
-    def _decay_of(self, a: torch.Tensor) -> torch.Tensor:
-        return -self.decay.float().exp() * F.softplus(a.float() + self.bias.float())
-
-    def _gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(out, (self.sizes.v_dim,), self.norm.float(), self.eps) * F.silu(z.float())
-
-
-def _share(x: torch.Tensor) -> torch.Tensor:
-    return x.float().sigmoid()
-
-
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] at length 1."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+        q, k = (part.unflatten(1, (s.k_heads, s.k_dim)) for part in (q, k))
+        inputs = delta_inputs(q, k, a, b, self.decay, self.bias, self._fixed)
+        out = gated_delta_rule(inputs.q, inputs.k, v.unflatten(1, (s.v_heads, s.v_dim)), inputs.decay, inputs.beta,
+                               delta, states.where, x.dtype)
+        return gated_norm(out, z, self.norm, self.eps, x.dtype, self._fixed)
 
 
 def _row_order(s: Sizes) -> torch.Tensor:
