@@ -11,6 +11,7 @@ from stretto.compat import ConfigError
 EXIT_FAILED = 1
 EXIT_USAGE = 2  # the command line cannot be understood
 EXIT_REFUSED = 3  # it can be, and cannot be done as asked
+EXIT_PIPE = 128 + 13  # as a shell reports SIGPIPE: nobody reads on
 
 
 class CommandFailed(RuntimeError):

@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from cyclopts.config import Dict
 from rich.console import Console
 
-from stretto.cli.failures import told
+from stretto.cli.failures import EXIT_PIPE, told
 from stretto.cli.screen import error_screen
 from stretto.cli.sources import Settings, gather, read_units
 
@@ -87,4 +87,10 @@ def _sources(settings: Settings) -> list:
 
 def main() -> None:
     """Entry point of the `stretto` command."""
-    sys.exit(run_app(sys.argv[1:], dict(os.environ), error_screen()))
+    try:
+        code = run_app(sys.argv[1:], dict(os.environ), error_screen())
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has read enough: `stretto matrix | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to be written at the end
+        code = EXIT_PIPE
+    sys.exit(code)

@@ -63,12 +63,22 @@ def _client(base: str, api_key: str | None) -> httpx.Client:
     return httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(10.0, read=600.0), trust_env=False)
 
 
-def _get(http: httpx.Client, path: str) -> httpx.Response:
+def check_answers(base: str, flag: str) -> None:
+    """Raises CommandFailed where nobody listens; whatever else a server says is its word. `flag` names it."""
+    with _client(base, None) as http:
+        _ask(http, "/livez", flag)
+
+
+def _ask(http: httpx.Client, path: str, flag: str = "--url") -> httpx.Response:
     try:
-        answer = http.get(path)
+        return http.get(path)
     except httpx.HTTPError as e:
         raise CommandFailed(f"no server answers at {http.base_url}: {e}; start one with `stretto serve`, or give"
-                            " --url") from e
+                            f" {flag}") from e
+
+
+def _get(http: httpx.Client, path: str) -> httpx.Response:
+    answer = _ask(http, path)
     if answer.status_code != 200:
         raise CommandFailed(f"{http.base_url} answers {path} with {answer.status_code}: {_message(answer)}")
     return answer

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from stretto.batch import BatchError, Tally, check_items, read_items, run_batch, take_up
 from stretto.cli.failures import EXIT_FAILED, CommandFailed
 from stretto.cli.options import ENGINE, EngineOptions
-from stretto.cli.remote import key_of, server_address
+from stretto.cli.remote import check_answers, key_of, server_address
 from stretto.cli.screen import error_screen
 from stretto.cli.server import START_CORE
 from stretto.config import Config
@@ -75,6 +75,8 @@ def run(engine: EngineOptions = ENGINE, *, batch: Options) -> int:
     if len(done) >= count:
         notes.print(f"all {count} requests have their answers in {batch.output_file}")
         return 0
+    if batch.base_url is not None:
+        check_answers(server_address(batch.base_url), "another --base-url")  # one that goes away later is waited for
     try:
         tally = asyncio.run(_run(batch, config, count, done, notes))
     except (ModelNotFound, TokenizerError, GGUFError, EngineDead, OSError) as e:

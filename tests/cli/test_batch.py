@@ -89,6 +89,12 @@ def test_an_output_file_of_something_else_is_left_alone(tmp_path: Path):
     assert path.read_text() == "dear diary\n" and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_server_that_is_not_there_is_told_at_once(tmp_path: Path):
+    (tmp_path / "in").write_text(line("a", "x"))
+    code, said = command("-i", tmp_path / "in", "-o", tmp_path / "out", "--base-url", "http://127.0.0.1:1/v1")
+    assert code == 1 and "no server answers at http://127.0.0.1:1" in said and "another --base-url" in said
+
+
 def test_a_server_and_an_engine_exclude_each_other(tmp_path: Path):
     (tmp_path / "in").write_text(line("a", "x"))
     code, said = command("m", "-i", tmp_path / "in", "-o", tmp_path / "out", "--base-url", "http://127.0.0.1:1")

@@ -51,6 +51,15 @@ def test_help_and_version_answer_without_torch():
     assert "0." in child.stdout
 
 
+def test_a_reader_that_stops_is_no_failure():
+    """`stretto completion bash | head`."""
+    code = "import sys; from stretto.cli.main import main; sys.argv[1:] = ['completion', 'bash']; main()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.close()
+        assert child.stderr.read() == b"" and child.wait(60) == 141
+
+
 @pytest.mark.parametrize("command", ["serve", "run", "explain", "doctor", "bench latency", "bench throughput"])
 def test_each_command_has_help(stretto, command: str):
     ran = stretto(*command.split(), "--help")
