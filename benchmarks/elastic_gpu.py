@@ -32,6 +32,7 @@ in ms and what the cost model had said. Point `idle`: an engine without drafter 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -46,9 +47,9 @@ from benchmarks.engine_gpu import SHAPES, RandomSource
 from stretto.attn.select import choose_backend
 from stretto.device.graphs import GraphExecutor, tokens_bucket, usual_shapes
 from stretto.device.kv import KVCache, group_layers
-from stretto.device.runner import Executor, Runner
+from stretto.device.runner import Runner
 from stretto.device.slots import SlotTable
-from stretto.device.streams import LARGEST_GRAPH, CudaDevice, DeviceHalf, InlineDevice
+from stretto.device.streams import CudaDevice, DeviceHalf, InlineDevice
 from stretto.engine.core import EngineCore
 from stretto.engine.step_times import StepTimes
 from stretto.host.cost import CostModel, StepWork
@@ -261,6 +262,9 @@ class Bench:
         self.samples = StepTimes(self.device, self.limits, self.model.vocab_size).measure()
         print(f"{len(self.samples)} step times in {time.perf_counter() - began:.1f} s", flush=True)
         self.sent = 0
+        gc.collect()  # as an engine's process does
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 100)
 
     def cost(self) -> CostModel:
         return CostModel(self.samples, self.limits.budget, tokens_bucket)
@@ -410,13 +414,11 @@ class Bench:
         policies = self.policies()
         turns = Turns(policies, self.seqs + 1)
         with_drafter, without = self.engine(turns), self.engine(None)
-        execute, plain = self.runner.execute, self.plain_executor()
         self.drafter.offers.fill_(0)
         turns.counting = True
         taken: dict[str, list[float]] = {"on": [], "off": []}
         for round_ in range(-1, rounds):
             for name, core in (("on", with_drafter), ("off", without))[:: 1 - 2 * (round_ % 2)]:
-                self.runner.execute = plain if name == "off" else execute
                 self.runner.drafter = None if name == "off" else self.drafter
                 turns.turn_to(str(FIXED[0]))
                 self.fill(core, rows, IDLE_CONTEXT)
@@ -426,16 +428,13 @@ class Bench:
                 self.empty(core, turns)
                 if round_ >= 0:
                     taken[name].append(seconds)
-        self.runner.execute, self.runner.drafter = execute, self.drafter
+        self.runner.drafter = self.drafter
         self.drafter.offers.fill_(1)
         paired = sorted(on / off for on, off in zip(taken["on"], taken["off"]))
         counters = policies["elastic"].counters
         return {"point": f"idle {rows}x{IDLE_CONTEXT}", "step_ms": {n: _ms(v) for n, v in taken.items()},
                 "ratio": round(statistics.median(paired), 4), "ratio_span": [round(paired[0], 4), round(paired[-1], 4)],
                 "probes": counters.probes, "chosen": counters.chosen, "sizes": _sizes(turns)}
-
-    def plain_executor(self) -> Executor:
-        return GraphExecutor(self.runner, LARGEST_GRAPH) if self.where.type == "cuda" else self.runner.run_now
 
     def step_seconds(self, core: EngineCore, steps: int) -> float:
         for _ in range(4 * LEAD):

@@ -115,7 +115,7 @@ class CostModel:
         self._slow, measured = (0, MEASURED_SHARED) if padded is None else (SLOW_RUNS, MEASURED)
         self._seen = np.where(np.isin(self._grid, counts), measured, 0) * np.ones((2, 1), dtype=np.int64)
         self._last = np.full_like(self._seen, LONG_AGO)  # how much had been observed when a size ran last
-        self._observed = 0
+        self._observed = self._runs = 0  # steps; of them, those without prompt chunks that said something
         self._curve = self._tabulate()  # by computed tokens
         self._corrected = np.ones((2, most + 1))  # the corrections, likewise
 
@@ -209,7 +209,8 @@ class CostModel:
         runs = int(self._seen[kind, at]) - self._slow
         if runs <= 0:
             return predicted
-        self._scale *= ratio**SCALE_RATE
+        self._runs += kind == 0
+        self._scale *= ratio ** (SCALE_RATE if kind else max(SCALE_RATE, 1 / (16 + self._runs)))
         self._corrections[kind, at] *= ratio ** max(CURVE_RATE, 1 / max(2, runs))
         if self._observed % REFRESH == 0 or runs < REFRESH:
             self._correct()
