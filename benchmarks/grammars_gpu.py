@@ -53,6 +53,7 @@ GRAMMARS: dict[str, list[Grammar | None]] = {
     "objects of 10 strings": [schema({"type": "array", "minItems": 2000, "items": record(10, {"type": "string"})})],
     "a schema of its own each": [schema({"type": "array", "minItems": 2000, "items": record(
         3 + n % 7, KINDS[n % len(KINDS)] if n % 2 else {"type": "string", "maxLength": 30 + n})}) for n in range(OWN)],
+    "regex of addresses": [Grammar("regex", r"([\w.+-]{1,64}@[\w-]{1,63}(\.[\w-]{1,63})+ )*!{2000}")],
     "regex": [Grammar("regex", r"([a-z]{1,9}[ .,])*!{2000}")],
 }
 

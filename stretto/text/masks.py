@@ -1,25 +1,24 @@
 """Token masks from the states of grammars: which ids may follow at each position of a window.
 
-A mask takes 15 us where its grammar's automaton has been in the place before, so the masks of 64 rows are made faster
+A mask takes 10 us where its grammar's automaton has been in the place before, so the masks of 64 rows are made faster
 than threads could be told of them. Some take a millisecond (long runs of any letters: most of the vocabulary has to be
 walked), and those are shared out. Copies of a matcher have one automaton, which one thread at a time may use: masks of
-one grammar can only be made one after another (and threads that wait for each other cost more than they bring).
+one grammar can only be made one after another.
 
-    rows, by automaton   | a a a a a a b b b c |
-    this thread          | a a a a |                  until PATIENCE has passed
-    then                           | a a | b b b | c |       one thread for each automaton that is left
-    the next masks       | a a a a a a | b b b | c |         at once, until all of them together are quick again
+    rows                 | b a a c b a a b c a |
+    this thread          | b a a c |              one by one, timed, until PATIENCE has passed
+    then                 | a a a | b b | c |      by automaton, on llguidance's threads: one call, for which the
+                                                  interpreter's lock is given up and taken once
+    the next SHARED      | a a a a a | b b b | c c |   at once, as long as all of them together take so long
 
 `slow` tells of whom there should be more (host/grammar.py). No torch in this module.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ from llguidance import LLExecutor, LLMatcher
 from stretto.wire import LateMask
 
 PATIENCE = 2e-3  # seconds after which masks are shared out; well below a step of a large model
+SHARED = 32  # how often they are shared out at once before they are timed again
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,12 @@ class MaskAsk:
     automaton: Hashable = None  # rows with the same one cannot be made at once
 
 
-class Filled(NamedTuple):
-    rows: int
-    seconds: float
+class Memory(NamedTuple):
+    """Of the masks: where it begins, bytes of each, how many."""
+
+    address: int
+    each: int
+    masks: int
 
 
 class MaskMaker:
@@ -54,11 +57,11 @@ class MaskMaker:
 
     def __init__(self, vocab_size: int, threads: int | None = None):
         self._words = -(-vocab_size // 32)
-        self.threads = threads or max(1, min(16, _cores() - 1))
-        self._pool: ThreadPoolExecutor | None = None
-        self._alone: LLExecutor | None = None  # asked for one row at a time, which it makes on the thread that asks
+        self.threads = threads or min(16, _cores())
+        self._executors: dict[int, LLExecutor] = {}  # by threads; made when they are first needed
         self.slow: list[list[int]] = []
-        self._costly = False  # the last masks took longer than PATIENCE, all together
+        self._at_once = 0  # so often masks are shared out without a trial
+        self._seconds: dict[Hashable, float] = {}  # of a mask, by automaton
         self._bits = np.empty((0, self._words), dtype=np.int32)
 
     def make(self, seq: int, n_rows: int, asks: Sequence[MaskAsk]) -> tuple[LateMask, list[int]]:
@@ -69,7 +72,9 @@ class MaskMaker:
         starts = [0, *np.cumsum(sizes).tolist()]
         for ask, start, size in zip(asks, starts, sizes):
             index[ask.row, :size] = np.arange(start, start + size)
-        self._fill(list(zip(asks, starts)), bits)
+        first = seq % max(len(asks), 1)  # each row is timed now and then
+        rows = list(zip(asks, starts))
+        self._fill(rows[first:] + rows[:first], Memory(bits.ctypes.data, bits.itemsize * self._words, len(bits)))
         free = np.any(bits, axis=1).tolist()
         stuck = [ask.row for ask, start in zip(asks, starts) if ask.matcher.is_error() or not free[start]]
         for ask, start, size in zip(asks, starts, sizes):
@@ -85,46 +90,68 @@ class MaskMaker:
         bits.fill(-1)
         return bits
 
-    def _fill(self, rows: Sequence[tuple[MaskAsk, int]], bits: np.ndarray) -> None:
+    def _fill(self, rows: Sequence[tuple[MaskAsk, int]], memory: Memory) -> None:
         self.slow = []
-        if self._alone is None and any(ask.drafts for ask, _ in rows):
-            self._alone = LLExecutor(1)
-        rest = rows if self._costly else rows[self._fill_part(rows, bits, PATIENCE).rows :]
-        self._costly = bool(rest) and self._share_out(rest, bits) > PATIENCE
+        done = 0 if self._at_once else self._one_by_one(rows, memory)
+        self._at_once = max(0, self._at_once - 1)
+        if rest := rows[done:]:
+            self._share_out(rest, memory)
 
-    def _share_out(self, rest: Sequence[tuple[MaskAsk, int]], bits: np.ndarray) -> float:
-        """One automaton, one thread. Returns the seconds of all threads together."""
+    def _one_by_one(self, rows: Sequence[tuple[MaskAsk, int]], memory: Memory) -> int:
+        """Until PATIENCE has passed. Returns how many."""
+        began = last = time.perf_counter()
+        seconds: dict[Hashable, float] = {}
+        for done, (ask, start) in enumerate(rows):
+            if last - began > PATIENCE:
+                self._seconds |= seconds
+                return done
+            self._fill_row(ask, start, memory)
+            before, last = last, time.perf_counter()
+            seconds[ask.automaton] = last - before
+        self._seconds = seconds  # nothing takes long
+        return len(rows)
+
+    def _share_out(self, rest: Sequence[tuple[MaskAsk, int]], memory: Memory) -> None:
         parts: dict[Hashable, list[tuple[MaskAsk, int]]] = {}
-        for ask, start in rest:
-            parts.setdefault(ask.automaton, []).append((ask, start))
-        longest = sorted(parts.values(), key=len, reverse=True)
-        if len(longest) > 1 and self.threads > 1:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.threads, "mask")
-            filled = list(self._pool.map(lambda part: self._fill_part(part, bits), longest))
+        for row in rest:
+            parts.setdefault(row[0].automaton, []).append(row)
+        longest = sorted(parts.items(), key=lambda part: len(part[1]), reverse=True)
+        threads = 1 << min(self.threads, len(longest)).bit_length() - 1
+        began = time.perf_counter()
+        if threads == 1:
+            for ask, start in rest:
+                self._fill_row(ask, start, memory)
         else:
-            filled = [self._fill_part(part, bits) for part in longest]
-        self.slow = [[ask.row for ask, _ in part] for part, took in zip(longest, filled)
-                     if took.seconds > PATIENCE and len(part) > 1]
-        return sum(took.seconds for took in filled)
+            self._fill_together([row for _, part in longest for row in part], memory, threads)
+        took = time.perf_counter() - began
+        if took * threads > PATIENCE and not self._at_once:
+            self._at_once = SHARED
+        self._seconds = {automaton: seconds for automaton, seconds in self._seconds.items() if automaton in parts}
+        if took > PATIENCE:
+            self.slow = [[ask.row for ask, _ in part] for automaton, part in longest
+                         if len(part) > 1 and len(part) * self._seconds.get(automaton, took) > PATIENCE / 2]
 
-    def _fill_part(self, part: Sequence[tuple[MaskAsk, int]], bits: np.ndarray, patience: float = math.inf) -> Filled:
-        """One row after the other, none after `patience` seconds. The interpreter's lock is not held meanwhile."""
-        began, first, size = time.perf_counter(), bits.ctypes.data, bits.itemsize * bits.shape[1]
-        for n, (ask, start) in enumerate(part):
-            if time.perf_counter() - began > patience:
-                return Filled(n, time.perf_counter() - began)
-            if ask.drafts:
-                assert self._alone is not None
-                self._alone.unsafe_compute_mask_ptr_with_draft_token(
-                    [(ask.matcher, start, ask.drafts)], first, size, len(bits))
-            else:
-                ask.matcher.unsafe_compute_mask_ptr(first + start * size, size)
-        return Filled(len(part), time.perf_counter() - began)
+    def _fill_row(self, ask: MaskAsk, start: int, memory: Memory) -> None:
+        if ask.drafts:
+            self._executor(1).unsafe_compute_mask_ptr_with_draft_token(  # one row it makes on the thread that asks
+                [(ask.matcher, start, ask.drafts)], *memory)
+        else:
+            ask.matcher.unsafe_compute_mask_ptr(memory.address + start * memory.each, memory.each)
+
+    def _fill_together(self, rows: Sequence[tuple[MaskAsk, int]], memory: Memory, threads: int) -> None:
+        executor = self._executor(threads)
+        if plain := [(ask.matcher, start) for ask, start in rows if not ask.drafts]:
+            executor.unsafe_compute_mask_ptr(plain, *memory)
+        if drafted := [(ask.matcher, start, ask.drafts) for ask, start in rows if ask.drafts]:
+            executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *memory)
+
+    def _executor(self, threads: int) -> LLExecutor:
+        if threads not in self._executors:
+            self._executors[threads] = LLExecutor(threads)
+        return self._executors[threads]
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._executors.clear()
 
 
 def _cores() -> int:

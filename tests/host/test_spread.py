@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import threading
+import time
 
 import numpy as np
 import pytest
@@ -71,43 +71,69 @@ def test_rows_of_one_automaton_come_apart(impatient, made, most: int) -> None:
     maker.close()
 
 
-def threads_of(monkeypatch) -> dict[str, set[int]]:
-    """The threads that made masks, and of which automata."""
-    names: dict[str, set[int]] = {}
-    fill = MaskMaker._fill_part
+def noted(monkeypatch) -> list[tuple[str, list[int], int]]:
+    """How rows were filled: one by one or together, which rows, and by how many threads."""
+    calls: list[tuple[str, list[int], int]] = []
+    one, together = MaskMaker._fill_row, MaskMaker._fill_together
 
-    def noted(self, part, bits, *patience):
-        filled = fill(self, part, bits, *patience)
-        if filled.rows:
-            names.setdefault(threading.current_thread().name, set()).update(row.automaton for row, _ in part)
-        return filled
-    monkeypatch.setattr(MaskMaker, "_fill_part", noted)
-    return names
+    def alone(self, ask, start, memory):
+        calls.append(("alone", [ask.row], 1))
+        one(self, ask, start, memory)
+
+    def shared(self, rows, memory, threads):
+        calls.append(("together", [ask.row for ask, _ in rows], threads))
+        together(self, rows, memory, threads)
+
+    monkeypatch.setattr(MaskMaker, "_fill_row", alone)
+    monkeypatch.setattr(MaskMaker, "_fill_together", shared)
+    return calls
 
 
-def test_grammars_beside_each_other_have_threads_of_their_own(impatient, made, monkeypatch) -> None:
-    names = threads_of(monkeypatch)
-    states = started(made, WORDS, 3) + started(made, HEX, 3)
-    maker = MaskMaker(VOCAB, threads=2)
+def test_slow_masks_are_made_by_automaton_in_one_call(impatient, made, monkeypatch) -> None:
+    calls = noted(monkeypatch)
+    states = [state for pair in zip(started(made, WORDS, 3), started(made, HEX, 3)) for state in pair]
+    maker = MaskMaker(VOCAB, threads=4)
     maker.make(0, 6, [ask(i, state) for i, state in enumerate(states)])
-    assert all(name.startswith("mask") for name in names) and len(set().union(*names.values())) == 2
-    assert sorted(map(sorted, maker.slow)) == [[0, 1, 2], [3, 4, 5]]
+    assert calls == [("together", [0, 2, 4, 1, 3, 5], 2)]
+    assert sorted(map(sorted, maker.slow)) == [[0, 2, 4], [1, 3, 5]]
     maker.close()
 
 
-def test_masks_that_took_long_are_shared_out_at_once_until_they_are_quick(made, monkeypatch) -> None:
-    """Of three rounds, by patience: the first is shared out, and so is the second, whose masks turn out quick."""
-    states, maker = started(made, WORDS, 3) + started(made, HEX, 3), MaskMaker(VOCAB, threads=2)
-    asks = [ask(i, state) for i, state in enumerate(states)]
-    own = threading.current_thread().name
-    for patience, on_own, on_others in ((-1.0, False, True), (60.0, False, True), (60.0, True, False)):
+def test_slow_masks_are_shared_out_at_once_and_timed_again_later(made, monkeypatch) -> None:
+    monkeypatch.setattr(masks_module, "SHARED", 3)
+    calls, states = noted(monkeypatch), started(made, WORDS, 3) + started(made, HEX, 3)
+    maker, asks = MaskMaker(VOCAB, threads=2), [ask(i, state) for i, state in enumerate(states)]
+    for step, (patience, one_by_one) in enumerate([(-1.0, 0), (60.0, 0), (60.0, 0), (60.0, 0), (60.0, 6), (-1.0, 0)]):
         monkeypatch.setattr(masks_module, "PATIENCE", patience)
-        names = threads_of(monkeypatch)
-        mask, _ = maker.make(0, 6, asks)
-        assert (own in names, bool(names.keys() - {own})) == (on_own, on_others)
+        calls.clear()
+        mask, _ = maker.make(step, 6, asks)
+        assert sum(how == "alone" for how, _, _ in calls) == one_by_one and len(calls) == (one_by_one or 1)
         for i, state in enumerate(states):
             assert mask.bits[i].tobytes() == state.matcher.compute_bitmask()[: mask.bits[i].nbytes]
-        monkeypatch.undo()
+    maker.close()
+
+
+def test_only_those_that_take_long_are_to_have_more_automata(made, monkeypatch) -> None:
+    """Timed one by one: of the two grammars the words take long, whatever the other one's rows are."""
+    states = started(made, WORDS, 2) + started(made, HEX, 4)
+    maker, asks = MaskMaker(VOCAB, threads=2), [ask(i, state) for i, state in enumerate(states)]
+    fill, slow = MaskMaker._fill_row, states[0].matcher and states[0].automaton
+
+    def sleepy(self, ask, start, memory):
+        time.sleep(0.02 if ask.automaton == slow else 0)
+        fill(self, ask, start, memory)
+
+    together = MaskMaker._fill_together
+    monkeypatch.setattr(MaskMaker, "_fill_row", sleepy)
+    monkeypatch.setattr(MaskMaker, "_fill_together", lambda *args: (time.sleep(0.02), together(*args)))
+    monkeypatch.setattr(masks_module, "PATIENCE", 0.015)
+    for step in (3, 0, 6):  # the first row that is timed: of the quick ones, then of the slow ones
+        maker._at_once = 0
+        maker.make(step, 6, asks)
+    for step in range(3):
+        maker._at_once = 1
+        maker.make(step, 6, asks)
+        assert maker.slow == [[0, 1]] or maker.slow == [[1, 0]]
     maker.close()
 
 
@@ -115,7 +141,7 @@ def test_masks_that_are_quick_are_made_where_they_are_asked_for(made, monkeypatc
     monkeypatch.setattr(masks_module, "PATIENCE", 60.0)
     states, maker = started(made, WORDS, 6), MaskMaker(VOCAB, threads=4)
     maker.make(0, 6, [ask(i, state) for i, state in enumerate(states)])
-    assert maker.slow == [] and maker._pool is None
+    assert maker.slow == [] and not maker._executors
 
 
 def test_a_turn_moves_to_the_same_place_or_stays(made) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 
+import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
@@ -52,6 +54,44 @@ def test_kinds_of_grammars(tokens: LLTokenizer, grammar: Grammar, good: list[str
         assert accepts(tokens, grammar, text), text
     for text in bad:
         assert not accepts(tokens, grammar, text), text
+
+
+class WordTokenizer(ByteTokenizer):
+    """Bytes, and words of letters alone, and of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rng = random.Random(5)
+        self.words = [bytes(rng.choices(b"abcXYZ019 _-\"{}:.\n\xc3\xa9", k=rng.randrange(2, 13))) for _ in range(3000)]
+        self.words += [bytes(rng.choices(b"abcXYZ019", k=1 + n % 12)) for n in range(2000)]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.words[token_id - VOCAB] if token_id >= VOCAB else super().token_bytes(token_id)
+
+
+@pytest.mark.parametrize("grammar", [
+    Grammar("regex", r"[\w.+-]{1,64}@[\w-]{1,9}(\.[\w-]{1,63})+"), Grammar("regex", r"([a-z]{1,9}[ .,])*!{20}"),
+    Grammar("regex", r"(\w{1,12} ){5}"), Grammar("regex", "[a-zA-Z0-9]{6}-[0-9a-f]*"),
+    Grammar("json_schema", '{"type": "array", "items": {"type": "string", "maxLength": 7}}'),
+    Grammar("lark", 'start: a "b" /[a-zA-Z0-9]{3,11}/\na[lazy]: /(.|\\n)*Xa/')], ids=lambda g: g.source[:20])
+def test_tokens_that_are_allowed_together_change_no_mask(grammar: Grammar) -> None:
+    """Along random answers, against a vocabulary that is always walked whole."""
+    tokenizer, rng = WordTokenizer(), random.Random(1)
+    ours = vocabulary(tokenizer, VOCAB + len(tokenizer.words), [EOS])
+    first, walked = compiled(grammar, ours), compiled(grammar, ours.with_slices([]))
+    seen = 0
+    for _ in range(6):
+        a, b = first.deep_copy(), walked.deep_copy()
+        for _ in range(25):
+            mask = a.compute_bitmask()
+            assert mask == b.compute_bitmask()
+            allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+            seen = max(seen, len(allowed))
+            if a.is_stopped() or not len(allowed):
+                break
+            token = int(rng.choice(allowed))
+            assert a.try_consume_tokens([token]) == b.try_consume_tokens([token]) == 1
+    assert seen > 100
 
 
 def test_choices_may_hold_any_text(tokens: LLTokenizer):
