@@ -44,9 +44,8 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _turn(turn):
+def _turn(turn, programs):
     """The item that this program takes in its turn."""
-    programs = gl.num_programs(0)
     program = gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 1, programs - 1 - program, program)
 
@@ -75,13 +74,13 @@ def _copy(desc, rows, column, empty, ready, ring, stage, phase, BOX: gl.constexp
 
 
 @gluon.jit
-def _copies(k_desc, v_desc, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, tables, table_stride,
-            PAGE: gl.constexpr, BOX: gl.constexpr, HEADS_KV: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
-            STAGES: gl.constexpr, WORDS: gl.constexpr):
+def _copies(k_desc, v_desc, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, programs, tables,
+            table_stride, PAGE: gl.constexpr, BOX: gl.constexpr, HEADS_KV: gl.constexpr, D: gl.constexpr,
+            KEYS: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr):
     """The copying role: blocks of all items of this program, one after another."""
     turn = 0
     block = 0
-    item = _turn(0)
+    item = _turn(0, programs)
     while item < n:
         record = items + (item // HEADS_KV) * WORDS
         low = gl.load(record + 3)
@@ -100,7 +99,7 @@ def _copies(k_desc, v_desc, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, 
             rows = _pages(table, start + KEYS, first, last, PAGE, BOX, KEYS)
             block += 1
         turn += 1
-        item = _turn(turn)
+        item = _turn(turn, programs)
 
 
 # ----------------------------------------------------------------------------------------------------------- products
@@ -247,9 +246,9 @@ def _join(partial_out, partial_lse, out, sinks, token, tokens, first, splits, st
 
 
 @gluon.jit
-def _products(q_ptr, q_tiles, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, out, partial_out,
-              partial_lse, arrivals, sinks, q_token_stride, q_head_stride, in_scale, out_scale, GROUP: gl.constexpr,
-              WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, G: gl.constexpr,
+def _products(q_ptr, q_tiles, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, programs, out,
+              partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride, in_scale, out_scale,
+              GROUP: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, G: gl.constexpr,
               HEADS_KV: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
               WORDS: gl.constexpr):
     """The multiplying role: the query rows [64 GROUP, 64 GROUP + 64) of the tiles of all items of this program."""
@@ -264,7 +263,7 @@ def _products(q_ptr, q_tiles, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LINES))
     turn = 0
     block = 0
-    item = _turn(0)
+    item = _turn(0, programs)
     while item < n:
         record = items + (item // HEADS_KV) * WORDS
         token = gl.load(record)
@@ -331,7 +330,7 @@ def _products(q_ptr, q_tiles, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready
                 _join(partial_out, partial_lse, out, sinks, token, tokens, gl.load(record + 9), splits,
                       gl.load(record + 10), head, SINKS, G, HEADS_KV, D)
         turn += 1
-        item = _turn(turn)
+        item = _turn(turn, programs)
 
 
 @gluon.jit(do_not_specialize=["table_stride"])
@@ -347,7 +346,8 @@ def attend_chunks_kernel(q, k_desc, v_desc, tables, items, counts, arrivals, out
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32,
                                   is_pure=False, pack=1)
     BOX: gl.constexpr = k_desc.block_type.shape[0]
-    n = gl.load(counts) * HEADS_KV
+    programs = gl.load(counts + 4)  # the others leave their multiprocessors to the rows of few tokens
+    n = gl.where(gl.program_id(0) < programs, gl.load(counts) * HEADS_KV, 0)
     q_tiles = gl.allocate_shared_memory(k_desc.dtype, [2, 64, D], k_desc.layout)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, D], k_desc.layout)
@@ -361,14 +361,14 @@ def attend_chunks_kernel(q, k_desc, v_desc, tables, items, counts, arrivals, out
         mbarrier.init(v_empty.index(i), count=2)
         mbarrier.init(v_ready.index(i), count=1)
     gl.warp_specialize([
-        (_products, (q, q_tiles, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, out, partial_out,
-                     partial_lse, arrivals, sinks, q_token_stride, q_head_stride, in_scale, out_scale, 0, WINDOW,
-                     SOFTCAP, SINKS, G, HEADS_KV, D, KEYS, STAGES, WORDS)),
-        (_products, (q, q_tiles, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, out, partial_out,
-                     partial_lse, arrivals, sinks, q_token_stride, q_head_stride, in_scale, out_scale, 1, WINDOW,
-                     SOFTCAP, SINKS, G, HEADS_KV, D, KEYS, STAGES, WORDS)),
-        (_copies, (k_desc, v_desc, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, tables, table_stride,
-                   PAGE, BOX, HEADS_KV, D, KEYS, STAGES, WORDS)),
+        (_products, (q, q_tiles, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, programs, out,
+                     partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride, in_scale, out_scale, 0,
+                     WINDOW, SOFTCAP, SINKS, G, HEADS_KV, D, KEYS, STAGES, WORDS)),
+        (_products, (q, q_tiles, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, programs, out,
+                     partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride, in_scale, out_scale, 1,
+                     WINDOW, SOFTCAP, SINKS, G, HEADS_KV, D, KEYS, STAGES, WORDS)),
+        (_copies, (k_desc, v_desc, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, programs, tables,
+                   table_stride, PAGE, BOX, HEADS_KV, D, KEYS, STAGES, WORDS)),
     ], [4, 1], [232, 40])
 
 
@@ -382,7 +382,7 @@ class Ring:
 
 
 ROWS = 2 * GROUP_ROWS.value  # query rows of a tile
-RINGS = {64: Ring(128, 2), 128: Ring(128, 2)}  # by head size
+RINGS = {64: Ring(128, 3), 128: Ring(128, 3)}  # by head size
 LAYOUT = gl.NVMMASharedLayout(128, 16, 2)  # of 16-bit numbers, rows of 128 bytes swizzled
 REGISTERS = 168  # of a thread at the start; the groups that multiply take 232 of what the copying one gives
 

@@ -29,6 +29,9 @@ from stretto.ops.triton_fp8 import scales_at
 ITEM_WORDS = 16
 LOWEST = tl.constexpr(-1.0e30)  # below every logit; finite, so that differences of it are no NaN
 LOG2E = tl.constexpr(1.4426950408889634)
+# Pairs of one query head and a cell that an H200's multiprocessor multiplies (of 560 TFLOP/s in all) while it reads one
+# cell of a KV head: at twice its share of 4.2 TB/s, since half of them can read as much as all.
+PAIRS_A_CELL = tl.constexpr(67.0)
 
 
 # ------------------------------------------------------------------------------------------------------------- plan
@@ -59,15 +62,30 @@ def _pick(values, mine):
     return tl.sum(tl.where(mine, values, 0), 0)
 
 
-@triton.jit(do_not_specialize=["n_rows", "capacity", "offset_few"])
-def plan_kernel(q_len, kv_len, cu_q, slots, items, counts, arrivals, n_rows, capacity, offset_few, ROWS: tl.constexpr,
-                WINDOW: tl.constexpr, G: tl.constexpr, HEADS_KV: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr,
-                SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, CHUNK_SPLIT: tl.constexpr, CHUNK_ITEMS: tl.constexpr,
-                WORDS: tl.constexpr):
+@triton.jit
+def _chunk_programs(q, kv, low, kind, items, programs, WINDOW: tl.constexpr, G: tl.constexpr):
+    """How many of the device's multiprocessors the chunks get where they take whole ones (`gluon_chunks`), so that they
+    end when the rows of few tokens end on the others: work of the one kind is pairs of a query and a cell, of the other
+    kind cells. All, where chunks have too few items to be shared out evenly."""
+    seen = kv - q // 2
+    if WINDOW > 0:
+        seen = tl.minimum(seen, WINDOW)
+    pairs = tl.sum(tl.where(kind == 0, q.to(tl.float32) * seen.to(tl.float32), 0.0), 0)
+    cells = tl.sum(tl.where((kind == 1) & (q > 0), kv - low, 0).to(tl.float32), 0)
+    share = pairs / tl.maximum(pairs + cells * PAIRS_A_CELL / G, 1.0)
+    wanted = tl.maximum((share * programs + 0.5).to(tl.int32), programs // 4)
+    return tl.where(items >= 3 * programs, wanted, programs)
+
+
+@triton.jit(do_not_specialize=["n_rows", "capacity", "offset_few", "programs"])
+def plan_kernel(q_len, kv_len, cu_q, slots, items, counts, arrivals, n_rows, capacity, offset_few, programs,
+                ROWS: tl.constexpr, WINDOW: tl.constexpr, G: tl.constexpr, HEADS_KV: tl.constexpr, FEW: tl.constexpr,
+                CHUNK: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, CHUNK_SPLIT: tl.constexpr,
+                CHUNK_ITEMS: tl.constexpr, WORDS: tl.constexpr):
     """One program a row: writes the row's work items into the list of its kind, and where its partial sums go.
 
-    counts: [4] int32, items of each kind and claims (set to 0). Where the partial sums of the step would not fit
-    `capacity` token-splits, every split of the step doubles until they do."""
+    counts: [5] int32, items of each kind, claims (set to 0), and how many of `programs` chunks get. Where the partial
+    sums of the step would not fit `capacity` token-splits, every split of the step doubles until they do."""
     row = tl.program_id(0)
     r = tl.arange(0, ROWS)
     q = tl.load(q_len + r, mask=r < n_rows, other=0)
@@ -93,6 +111,8 @@ def plan_kernel(q_len, kv_len, cu_q, slots, items, counts, arrivals, n_rows, cap
         for k in tl.static_range(2):
             tl.store(counts + k, _pick(tiles * n, kind == k))
             tl.store(counts + 2 + k, 0)
+        chunks = _pick(tiles * n, kind == 0) * HEADS_KV
+        tl.store(counts + 4, _chunk_programs(q, kv, low, kind, chunks, programs, WINDOW, G))
     _write_items(items, arrivals, offset_few * my_kind, before, last, _pick(tiles, mine), _pick(n, mine),
                  _pick(first, mine), _pick(split, mine), tl.where(my_kind == 0, CHUNK // G, my_q), my_q,
                  _pick(kv, mine), tl.load(cu_q + row), tl.load(slots + row), partial, WINDOW, HEADS_KV, WORDS)

@@ -32,7 +32,7 @@ class RaggedPlan:
     """The work of one step and group, on the device. Valid until the next step; layers use it one after another."""
 
     items: torch.Tensor  # [items, ITEM_WORDS] int32: those of chunks, then, from `offset_few` on, those of few tokens
-    counts: torch.Tensor  # [4] int32: items of the two kinds, then their claims
+    counts: torch.Tensor  # [5] int32: items of the two kinds, their claims, programs for chunks
     arrivals: torch.Tensor  # [items * Hkv] int32, by tile and KV head: splits that have arrived
     offset_few: int
     tiles: tuple[Tile, Tile]  # of chunks, of few tokens
@@ -62,7 +62,7 @@ class TritonRagged:
                     kv_dtypes=frozenset({"float32", "bfloat16", "float16", "fp8_e4m3"}))
 
     def __init__(self, device: torch.device, dtype: torch.dtype, config: KernelConfig | None = None,
-                 workspace_bytes: int = 128 << 20, fixed: bool = False, hopper: bool = False):
+                 workspace_bytes: int = 128 << 20, fixed: bool = False, hopper: bool = True):
         if device.type == "cpu" and not INTERPRETED:
             raise ValueError("the Triton attention backend runs on CUDA devices; on the CPU choose the torch backend,"
                              " or set TRITON_INTERPRET=1 to test the kernels there")
@@ -99,14 +99,14 @@ class TritonRagged:
         group_size = layer.n_heads // layer.n_kv_heads
         chunk_items, few_items = _capacities(n_rows, step.ids.numel(), layer, config)
         items = torch.empty(chunk_items + few_items, ITEM_WORDS, dtype=torch.int32, device=device)
-        counts = torch.empty(4, dtype=torch.int32, device=device)
+        counts = torch.empty(5, dtype=torch.int32, device=device)
         arrivals = torch.empty(items.shape[0] * layer.n_kv_heads, dtype=torch.int32, device=device)
         plan_kernel[(n_rows,)](
             step.q_len, step.kv_len, step.cu_q, step.slots, items, counts, arrivals, n_rows, self.capacity(layer),
-            chunk_items, ROWS=padded(n_rows), WINDOW=layer.window or 0, G=group_size, HEADS_KV=layer.n_kv_heads,
-            FEW=0 if self.fixed else few.tile.rows, CHUNK=config.chunk.rows, SPLIT=few.split,
-            MAX_SPLITS=config.max_splits, CHUNK_SPLIT=config.chunk_split, CHUNK_ITEMS=config.chunk_items,
-            WORDS=ITEM_WORDS, num_warps=4)
+            chunk_items, self.n_sm, ROWS=padded(n_rows), WINDOW=layer.window or 0, G=group_size,
+            HEADS_KV=layer.n_kv_heads, FEW=0 if self.fixed else few.tile.rows, CHUNK=config.chunk.rows,
+            SPLIT=few.split, MAX_SPLITS=config.max_splits, CHUNK_SPLIT=config.chunk_split,
+            CHUNK_ITEMS=config.chunk_items, WORDS=ITEM_WORDS, num_warps=4)
         return RaggedPlan(items, counts, arrivals, chunk_items, (config.chunk, few.tile), layer)
 
     def attend(self, layer: LayerSpec, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep,

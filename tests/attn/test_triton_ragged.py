@@ -150,7 +150,22 @@ def test_layers_use_one_plan_in_turn():
     args = (case.layer, case.q, case.k_cache, case.v_cache, case.step, 0, plan)
     first = backend.attend(*args)
     assert torch.equal(first, backend.attend(*args))
-    assert plan.counts[2:].tolist() == [0, 0]
+    assert plan.counts[2:4].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("q", "kv", "window", "programs"), [
+    ([4000], [4000], None, 100),  # chunks alone: all
+    ([4000, *[1] * 20], [4000, *[1000] * 20], None, 92),  # 8e6 pairs beside 20,000 cells worth 33.5 pairs each
+    ([4000, *[1] * 20], [4000, *[1000] * 20], 100, 86),  # 4e5 pairs beside 2,000 cells
+    ([300, *[1] * 20], [4000, *[1000] * 20], None, 100),  # too few items to be shared out evenly
+    ([1300, *[1] * 20], [1300, *[30000] * 20], None, 25)])  # at least a quarter
+def test_chunks_leave_multiprocessors_to_rows_of_few_tokens(q, kv, window, programs):
+    layer = spec(n_heads=16, n_kv_heads=8, window=window)
+    tables = torch.ones(len(q), -(-max(kv) // 16), dtype=torch.int32)
+    step = make_step(q, kv, tables, range(len(q)), 16)
+    backend = TritonRagged(DEVICE, torch.float32, INTERPRETER)
+    backend.n_sm = 100
+    assert backend.metadata(step, 0, layer).counts[4] == programs
 
 
 def test_a_small_workspace_makes_longer_splits():
