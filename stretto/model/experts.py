@@ -81,8 +81,7 @@ class PackedExperts:
         """`order`: which row of an expert comes at each place, of its biases as well; None: as they are."""
         self._n_experts, self._weight, self._bias, self._order, self.fixed = n_experts, weight, bias, order, w.fixed
         self._matrices: list[Matrix] | None = None
-        if w.kernels == "cpu":
-            w.multiplied([weight])
+        w.multiplied([weight], scratch=False)
         w.then(self._prepare)
 
     def _prepare(self) -> None:
@@ -96,7 +95,9 @@ class PackedExperts:
             self._matrices = [packed_matrix(self._weight.rows(e * rows, rows),
                                             None if self._bias is None else self._bias[e])
                               for e in range(self._n_experts)]
-            del self._weight
+        else:
+            self._by_groups = self._weight.by_groups()
+        del self._weight
 
     def __call__(self, x: torch.Tensor, bounds: torch.Tensor, rows_in: torch.Tensor, rows_out: torch.Tensor,
                  out: torch.Tensor, each: int = 1, gate: Gate | None = None) -> torch.Tensor:
@@ -105,7 +106,7 @@ class PackedExperts:
             return by_matrices(self._matrices, x, bounds, rows_in // each, rows_out, out, gate, self.fixed)
         from stretto.ops.triton_packed import launch_grouped
 
-        return launch_grouped(x, self._weight, self._bias, bounds, rows_in, rows_out, out, each, gate)
+        return launch_grouped(x, self._by_groups, self._bias, bounds, rows_in, rows_out, out, each, gate)
 
 
 Experts = ExpertWeights | PackedExperts

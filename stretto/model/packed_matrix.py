@@ -79,7 +79,9 @@ def matrix_bytes(weight: Packed, device: str) -> tuple[int, int]:
     the matrix in 16 bits, on CUDA."""
     layout, numbers = weight.layout, weight.numel()
     if device == "cuda":
-        return weight.by_groups().nbytes, 0 if _by_eight_bits(weight) else 2 * numbers
+        pairs = 2 if layout.bits == 8 and layout.offsets else 1  # of 4 bits a scale and an offset are one number
+        kept = weight.codes.nbytes + 4 * pairs * (numbers // layout.group)
+        return kept, 0 if _by_eight_bits(weight) else 2 * numbers
     if layout.kind == "int8" and layout.group == weight.inputs and not layout.offsets:
         return weight.nbytes, 0
     group = _cpu_group(layout, weight.inputs)

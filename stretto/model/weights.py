@@ -194,15 +194,16 @@ class Weights:
         if parts:
             raise WeightError("the checkpoint does not fit its config: " + "; ".join(parts))
 
-    def multiplied(self, weights: Sequence[torch.Tensor | Packed], elsewhere: bool = False) -> None:
+    def multiplied(self, weights: Sequence[torch.Tensor | Packed], elsewhere: bool = False,
+                   scratch: bool = True) -> None:
         """Notes that each of these that is packed becomes a `packed_matrix`. `elsewhere`: and stays what it is for
-        others."""
+        others. `scratch`: a product may need room beside it."""
         for weight in weights:
             if isinstance(weight, Packed):
-                kept, scratch = matrix_bytes(weight, self.kernels)
+                kept, room = matrix_bytes(weight, self.kernels)
                 shared = weight.codes.nbytes if self.kernels == "cuda" else 0
                 self._added += kept - (shared if elsewhere else weight.nbytes)
-                self.scratch_bytes = max(self.scratch_bytes, scratch)
+                self.scratch_bytes = max(self.scratch_bytes, room if scratch else 0)
 
     @property
     def nbytes(self) -> int:

@@ -66,11 +66,47 @@ def _above(code, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _scale_and_offset(pairs, at, DTYPE: tl.constexpr):
-    """Of rows [BN], both float32."""
-    pair = tl.load(pairs + at)
+def _parts(pair, DTYPE: tl.constexpr):
+    """(scale, offset) of pairs, both float32."""
     scale = (pair & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     return scale, (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _scale_and_offset(pairs, at, DTYPE: tl.constexpr):
+    """Of rows [BN], both float32."""
+    return _parts(tl.load(pairs + at), DTYPE)
+
+
+def _conversion(fp4: bool) -> str:
+    """PTX: four bytes ($4) of two codes each, and a pair for each byte's low code ($5 ..) and high code ($9 ..), to
+    four bfloat16 numbers of the low codes ($0, $1) and four of the high ones ($2, $3), two at a time:
+
+        e2m1   its bits stand where those of a bfloat16 do, which makes it 2^-126 times too small; times 2^126
+        int4   below a constant that makes it 128 + code; less 136
+
+    and each by its scale, plus its offset, rounded once. All of it but that rounding is exact."""
+    lines = ["{.reg .b32 p0, p1, t, u, s, o, k1, k2, k3, k4;", "prmt.b32 p0, $4, 0, 0x4140;",
+             "prmt.b32 p1, $4, 0, 0x4342;"]
+    if fp4:
+        lines += ["mov.b32 k1, 0x01C001C0;", "mov.b32 k2, 0x80008000;", "mov.b32 k3, 0x7E807E80;", "mov.b32 k4, k2;"]
+    else:
+        lines += ["mov.b32 k1, 0x000F000F;", "mov.b32 k2, 0x43004300;", "mov.b32 k3, 0x3F803F80;",
+                  "mov.b32 k4, 0xC308C308;"]
+    for half in range(2):
+        for pair in range(2):
+            if fp4:
+                lines += [f"shl.b32 t, p{pair}, {2 if half else 6};", f"shl.b32 u, p{pair}, {8 if half else 12};",
+                          "and.b32 t, t, k1;", "lop3.b32 t, u, k2, t, 0xEA;"]
+            else:
+                lines += [f"shr.u32 t, p{pair}, {4 if half else 0};", "lop3.b32 t, t, k1, k2, 0xEA;"]
+            source = f"${5 + 4 * half + 2 * pair}"
+            lines += ["fma.rn.bf16x2 t, t, k3, k4;", f"prmt.b32 s, {source}, 0, 0x1010;",
+                      f"prmt.b32 o, {source}, 0, 0x3232;", f"fma.rn.bf16x2 ${2 * half + pair}, t, s, o;"]
+    return " ".join([*lines, "}"])
+
+
+CONVERSION = {fp4: _conversion(fp4) for fp4 in (False, True)}
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -174,22 +210,30 @@ def few_bytes_kernel(x, x_sums, codes, scales, offsets, bias, row_scales, out, m
 
 
 @triton.jit
-def _of_group(number, scales, offsets, at, inside, OFFSETS: tl.constexpr):
-    """Numbers [K, BN] of one group by its scales [BN]."""
-    number = number * tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if OFFSETS:
-        number += tl.load(offsets + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return number
+def _halves(both, low, high, DTYPE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr):
+    """Bytes [K, BN] of two codes, and the pairs (a scale, an offset) of their columns [BN] -> numbers of the low and of
+    the high codes, both [K, BN], rounded once."""
+    if ASM == "":
+        scale, offset = _parts(low, DTYPE)
+        first = _number(both & 15, FP4) * scale[None, :] + offset[None, :]
+        scale, offset = _parts(high, DTYPE)
+        second = _number(both >> 4, FP4) * scale[None, :] + offset[None, :]
+        return first.to(DTYPE), second.to(DTYPE)
+    else:
+        return tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [both, low[None, :], high[None, :]],
+                                         dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
 
 
 @triton.jit(do_not_specialize=["n_experts", "alpha", "limit"])
 def grouped_kernel(x, codes, scales, offsets, bias, bounds, rows_in, rows_out, out, n_experts, n, inputs, x_stride,
                    each, alpha, limit, NIBBLES: tl.constexpr, FP4: tl.constexpr, GROUP: tl.constexpr,
-                   OFFSETS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                   EXPERTS: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, UPCAST: tl.constexpr,
-                   PDL: tl.constexpr):
-    """As `triton_grouped.grouped_kernel`. Numbers are made of the codes on the way, and rounded as if the matrix had
-    been dequantised. BK divides `inputs` and a group."""
+                   OFFSETS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+                   EXPERTS: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ASM: tl.constexpr,
+                   UPCAST: tl.constexpr, PDL: tl.constexpr):
+    """As `triton_grouped.grouped_kernel`; codes and scales as `packed.ByGroups` has them, of all experts' rows one
+    below the other. Numbers are made of the codes on the way, and rounded as if the matrix had been dequantised. BK
+    divides `inputs` and a group; of 4 bits PARTS blocks of 64 columns are read in one turn of the loop."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
     begin(PDL)
     expert, first, end = block_of(bounds, tl.program_id(1), n_experts, BM, EXPERTS)
     if expert < n_experts:
@@ -197,34 +241,37 @@ def grouped_kernel(x, codes, scales, offsets, bias, bounds, rows_in, rows_out, o
         real = places < end
         source = tl.load(rows_in + places, mask=real, other=0) // each
         columns = tl.program_id(0) * BN + tl.arange(0, BN)
-        inside = columns < n
         row = rows_of(columns, n, GATE)
-        rows = expert.to(tl.int64) * n + tl.minimum(row, n - 1)
-        groups = rows * (inputs // GROUP if GROUP > 0 else 1)
+        rows = expert * n + tl.minimum(row, n - 1)
+        of_rows, width = scales + rows, n_experts * n
         x_row = x + source[:, None] * x_stride
         acc = tl.zeros((BM, BN), tl.float32)
         if NIBBLES:
             byte = tl.arange(0, HALF)
-            at = codes + rows[None, :] * (inputs // 2) + byte[:, None]
-            for start in tl.range(0, inputs, 2 * HALF):
-                both = tl.load(at + start // 2)
-                for half in tl.static_range(2):
-                    column = start + half * HALF
+            at = codes + rows.to(tl.int64)[None, :] * (inputs // 2) + byte[:, None]
+            for start in tl.range(0, inputs, 2 * HALF * PARTS):
+                for part in tl.static_range(PARTS):
+                    column = start + part * 2 * HALF
+                    both = tl.load(at + column // 2)
+                    low = tl.load(of_rows + (column // GROUP * width if GROUP > 0 else 0))
+                    high = tl.load(of_rows + ((column + HALF) // GROUP * width if GROUP > 0 else 0))
                     a = tl.load(x_row + column + byte[None, :], mask=real[:, None], other=0.0)
-                    number = _number(both >> 4 if half == 1 else both & 15, FP4)
-                    group = groups + (column // GROUP if GROUP > 0 else 0)
-                    b = _of_group(number, scales, offsets, group, inside, OFFSETS).to(x.dtype.element_ty)
-                    acc = dot(a, b, acc, "tf32", UPCAST)
+                    b = tl.load(x_row + column + HALF + byte[None, :], mask=real[:, None], other=0.0)
+                    first_half, second_half = _halves(both, low, high, DTYPE, FP4, ASM)
+                    acc = dot(a, first_half, acc, "tf32", UPCAST)
+                    acc = dot(b, second_half, acc, "tf32", UPCAST)
         else:
             k = tl.arange(0, BK)
-            at = codes + rows[None, :] * inputs + k[:, None]
+            at = codes + rows.to(tl.int64)[None, :] * inputs + k[:, None]
             for start in tl.range(0, inputs, BK):
                 a = tl.load(x_row + start + k[None, :], mask=real[:, None], other=0.0)
-                group = groups + (start // GROUP if GROUP > 0 else 0)
-                b = _of_group(tl.load(at + start).to(tl.float32), scales, offsets, group, inside, OFFSETS)
-                acc = dot(a, b.to(x.dtype.element_ty), acc, "tf32", UPCAST)
-        finish(acc, bias + expert * n, tl.where(inside, row, n), rows_out, places, real, out, n, alpha, limit, BM, BN,
-               BIAS, GATE)
+                group = start // GROUP * width if GROUP > 0 else 0
+                b = tl.load(at + start).to(tl.float32) * tl.load(of_rows + group)[None, :]
+                if OFFSETS:
+                    b += tl.load(offsets + rows + group)[None, :]
+                acc = dot(a, b.to(DTYPE), acc, "tf32", UPCAST)
+        finish(acc, bias + expert * n, tl.where(columns < n, row, n), rows_out, places, real, out, n, alpha, limit, BM,
+               BN, BIAS, GATE)
 
 
 @triton.jit
@@ -329,29 +376,35 @@ def _sums(x: torch.Tensor, each: int, rows: int) -> torch.Tensor:
     return out
 
 
-def launch_grouped(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, bounds: torch.Tensor,
+def launch_grouped(x: torch.Tensor, weight: ByGroups, bias: torch.Tensor | None, bounds: torch.Tensor,
                    rows_in: torch.Tensor, rows_out: torch.Tensor, out: torch.Tensor, each: int = 1,
                    gate: Gate | None = None, tile: Tile | None = None) -> torch.Tensor:
-    """As `triton_grouped.launch_grouped`; `weight` has the rows of all experts one below the other; bounds [E + 1]."""
+    """As `triton_grouped.launch_grouped`; `weight` has the rows of all experts one below the other; bounds [E + 1].
+    Scales of 4 bits are of x's type."""
     n_experts, places = len(bounds) - 1, len(rows_in)
-    n, inputs, group = weight.outputs // n_experts, weight.inputs, weight.layout.group
+    n, inputs, layout = weight.outputs // n_experts, weight.inputs, weight.layout
     t = tile or _tile_for(weight, places, n_experts)
     blocks = blocks_of(places, n_experts, t.places)
     if blocks == 0:
         return out
     kind, alpha, limit = gate_options(gate)
+    parts = max(p for p in range(1, max(1, t.inputs // BLOCK) + 1) if inputs % (p * BLOCK) == 0 or p == 1)
+    asm = layout.bits == 4 and x.dtype is torch.bfloat16 and not INTERPRETED
     grouped_kernel[(triton.cdiv(n, t.rows), blocks)](
-        x, weight.codes, weight.scales, x if weight.offsets is None else weight.offsets, x if bias is None else bias,
-        bounds, rows_in, rows_out, out, n_experts, n, inputs, x.stride(0), each, alpha, limit, **_shape(weight),
-        BM=t.places, BN=t.rows, BK=min(t.inputs, group), EXPERTS=triton.next_power_of_2(n_experts),
-        BIAS=bias is not None, GATE=kind, UPCAST=INTERPRETED and x.dtype is not torch.float32, PDL=overlaps(x.device),
-        num_warps=t.warps, num_stages=t.stages, **dependent(x.device))
+        x, weight.codes, weight.scales, weight.scales if weight.offsets is None else weight.offsets,
+        x if bias is None else bias, bounds, rows_in, rows_out, out, n_experts, n, inputs, x.stride(0), each, alpha,
+        limit, **_shape(weight), BM=t.places, BN=t.rows, BK=min(t.inputs, layout.group), PARTS=parts,
+        EXPERTS=triton.next_power_of_2(n_experts), BIAS=bias is not None, GATE=kind,
+        ASM=CONVERSION[layout.kind == "fp4"] if asm else "", UPCAST=INTERPRETED and x.dtype is not torch.float32,
+        PDL=overlaps(x.device), num_warps=t.warps, num_stages=t.stages, **dependent(x.device))
     return out
 
 
-def _tile_for(weight: Packed, places: int, n_experts: int) -> Tile:
-    bm = min(max(16, triton.next_power_of_2(-(-places // n_experts))), 128)
-    return Tile(bm, 128 if weight.outputs // n_experts >= 128 else 64, 64, 4 if bm <= 64 else 8)
+def _tile_for(weight: ByGroups, places: int, n_experts: int) -> Tile:
+    bm, rows = min(max(16, triton.next_power_of_2(-(-places // n_experts))), 128), weight.outputs // n_experts
+    if bm == 16:
+        return Tile(bm, 64, 256 if weight.layout.bits == 4 else 128, 4, 4)
+    return Tile(bm, 128 if rows >= 128 else 64, 64, 4 if bm <= 64 else 8)
 
 
 def launch_dequantize(weight: ByGroups, dtype: torch.dtype) -> torch.Tensor:

@@ -102,8 +102,9 @@ def packed_kernels(arch: int, pdl: bool):
         options = dict(NIBBLES=kind == "int4", FP4=False, GROUP=group, OFFSETS=False)
         yield f"{kind} of experts", build(
             triton_packed.grouped_kernel, options | dict(FP4=kind == "int4", BM=128, BN=128, BK=64, EXPERTS=32,
-                                                         BIAS=True, GATE="clamped", UPCAST=False, PDL=pdl), 8, arch,
-            types | PLACES)
+                                                         BIAS=True, GATE="clamped", UPCAST=False, PDL=pdl, PARTS=1,
+                                                         ASM=triton_packed.CONVERSION[True] if kind == "int4" else ""),
+            8, arch, types | PLACES | {"scales": "*i32" if kind == "int4" else "*fp32"})
         yield f"{kind} to numbers", build(triton_packed.dequantize_kernel, options | dict(BK=1024, PDL=pdl), 4, arch,
                                           types | {"scales": "*i32" if kind == "int4" else "*fp32", "offsets": "*fp32"})
         weight = Packed.empty(layout, 4096, 4096, torch.bfloat16, torch.device("meta"))

@@ -242,8 +242,8 @@ def test_experts_that_stay_packed(layout, dtype):
     want = torch.zeros(tokens * k, rows, device=DEVICE)
     grouped_linear_reference(x.float(), numbers, bias.float(), groups.bounds, groups.slots, groups.slots, want, k)
     out = torch.zeros(tokens * k, rows, dtype=dtype, device=DEVICE)
-    launch_grouped(x, weight, bias, groups.bounds, groups.slots, groups.slots, out, k)
+    launch_grouped(x, weight.by_groups(), bias, groups.bounds, groups.slots, groups.slots, out, k)
     assert error(out, want) < (3e-3 if dtype is torch.float16 else 1e-2) and not out[7 * k :].any()
     gate, gated = Gate("clamped", 1.7, 7.0), torch.zeros(tokens * k, rows // 2, dtype=dtype, device=DEVICE)
-    launch_grouped(x, weight, bias, groups.bounds, groups.slots, groups.slots, gated, k, gate)
+    launch_grouped(x, weight.by_groups(), bias, groups.bounds, groups.slots, groups.slots, gated, k, gate)
     assert error(gated, torch.where(want.any(1, keepdim=True), gate(want), 0)) < 2e-2
