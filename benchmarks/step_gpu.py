@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -116,6 +117,9 @@ class Lab:
         times = []
         for _ in range(repeats + 3):
             self.table.ints.copy_(saved)
+            if rest:
+                torch.cuda.synchronize()
+                time.sleep(rest)
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             run()
@@ -185,19 +189,20 @@ def make_lab(shape: str, seqs: int, cells: int, context: int, page: int = 16, dr
     return Lab(runner, GraphExecutor(runner, LARGEST_GRAPH), config)
 
 
-def multiply_rate() -> float:
-    """Operations a second of torch's product at 2048 rows of the 8B shape's largest matrix, random data."""
+def multiply_rate(least: float = 0.0) -> float:
+    """Operations a second of torch's product at 2048 rows of the 8B shape's largest matrix, random data: the median of
+    24; of the last ones of as many as take `least` seconds, in which the device may lower its clock."""
     x = torch.randn(2048, 4096, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(28672, 4096, device="cuda", dtype=torch.bfloat16)
-    times = []
-    for _ in range(24):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        torch.nn.functional.linear(x, w)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return 2 * x.numel() * w.shape[0] / statistics.median(times)
+    times: list[float] = []
+    while len(times) < 24 or sum(times) < least:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(25)]
+        for event in events:
+            event.record()
+            torch.nn.functional.linear(x, w)
+        torch.cuda.synchronize()
+        times += [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+    return 2 * x.numel() * w.shape[0] / statistics.median(times[-24:])
 
 
 def scan_cases() -> Iterator[list[Rows]]:
