@@ -19,6 +19,7 @@ from stretto.model.api import CausalModel
 from stretto.ragged import RaggedStep
 from stretto.sample.features import StepShape
 from stretto.sample.processors import Positions
+from stretto.sample.sampler import greedy
 from stretto.sample.verify import process, sample
 from stretto.spec.api import Drafter
 from stretto.spec.context import DrafterContext, DrafterError, Target
@@ -28,8 +29,8 @@ from stretto.wire import STATE
 class Chooser:
     """`spec.api.Choose`, bound to the step that runs."""
 
-    def __init__(self, table: SlotTable):
-        self.table = table
+    def __init__(self, table: SlotTable, vocab_size: int):
+        self.table, self.vocab_size = table, vocab_size
         self.step: RaggedStep | None = None
         self.shape: StepShape | None = None
 
@@ -47,25 +48,43 @@ class Chooser:
         assert self.shape is not None
         return self.shape.penalised or self.shape.restricted or bool(self.shape.processors)
 
-    def __call__(self, logits: torch.Tensor, rows: torch.Tensor | None, offset: int) -> torch.Tensor:
+    @property
+    def _best_is_chosen(self) -> bool:
+        """Of every row, the likeliest id by the drafter's own logits."""
+        assert self.shape is not None
+        return not (self.shape.sampled or self.shape.biased or self.shape.min_tokens or self._reads_the_log)
+
+    def __call__(self, logits: torch.Tensor, rows: torch.Tensor | None, offset: int,
+                 ids: torch.Tensor | None = None) -> torch.Tensor:
         assert self.shape is not None and self.step is not None
+        if self._best_is_chosen:
+            return _best(logits, ids)
         slots, table = self._slots(rows), self.table
         where = Positions(slots, table.known[slots] + offset, table.ints, table.reals)
-        ids = self._drawn(logits, where, torch.full_like(slots, offset))
+        chosen = self._drawn(self._spread(logits, ids), where, torch.full_like(slots, offset))
         if self._reads_the_log:
             n_out = self.step.n_out if rows is None else self.step.n_out[rows]
-            table.sketch(slots, n_out, offset, ids)
-        return ids
+            table.sketch(slots, n_out, offset, chosen)
+        return chosen
 
-    def block(self, logits: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    def block(self, logits: torch.Tensor, rows: torch.Tensor | None, ids: torch.Tensor | None = None) -> torch.Tensor:
         assert self.shape is not None
         n, width, vocab = logits.shape
+        if self._best_is_chosen:
+            return _best(logits.reshape(n * width, vocab), ids).view(n, width)
         if self._reads_the_log:  # each id depends on those before it
-            return torch.stack([self(logits[:, i], rows, i) for i in range(width)], 1)
+            return torch.stack([self(logits[:, i], rows, i, ids) for i in range(width)], 1)
         slots = self._slots(rows).repeat_interleave(width)
         offset = torch.arange(width, device=slots.device).repeat(n)
         where = Positions(slots, self.table.known[slots] + offset, self.table.ints, self.table.reals)
-        return self._drawn(logits.reshape(n * width, vocab), where, offset).view(n, width)
+        return self._drawn(self._spread(logits.reshape(n * width, vocab), ids), where, offset).view(n, width)
+
+    def _spread(self, logits: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+        """[N, V'] -> [N, V], -inf elsewhere: noise, biases and penalties are keyed by the target's ids."""
+        if ids is None:
+            return logits
+        out = torch.full((len(logits), self.vocab_size), float("-inf"), device=logits.device)
+        return out.index_copy_(1, ids, logits)
 
     def _drawn(self, logits: torch.Tensor, where: Positions, offset: torch.Tensor) -> torch.Tensor:
         """With the target's noise; or with noise of its own, what it is drawn from being kept for the verification."""
@@ -77,6 +96,11 @@ class Chooser:
         return proposals.draw(processed, where, offset, self.shape.filtered)
 
 
+def _best(logits: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    best = greedy(logits)
+    return best if ids is None else ids[best]
+
+
 class Drafting:
     """One drafter's memory on the device; page copies and poison reach it beside the target's KV."""
 
@@ -84,7 +108,7 @@ class Drafting:
                  state_cells: int = 0):
         """`state_cells`: of a slot, where the model keeps states."""
         self.model, self.backend, self.kv, self.table, self.state_cells = model, backend, kv, table, state_cells
-        self.choose = Chooser(table)
+        self.choose = Chooser(table, model.vocab_size)
         self.own: KVCache | None = None
         self.layers: tuple[LayerSpec, ...] = ()  # whose KV is there
         self.seams: Seams | None = None

@@ -43,7 +43,23 @@ class Seams:
                 self.of_cell[name][slots, (ints[Int.LEN, slots] % self.cells).long()] = own[slots]
 
     def record(self, step: RaggedStep, taps: dict[str, torch.Tensor], length: torch.Tensor) -> None:
-        """After a step's commit. `length` [R]: cells committed."""
+        """After a step's commit. `length` [R]: cells committed. A launch a tap on CUDA."""
+        if step.slots.is_cuda:
+            self._launch_record(step, taps, length)
+        else:
+            self.record_reference(step, taps, length)
+        if self.cells and len(step.ids):
+            self._record_cells(step, taps)
+
+    def _launch_record(self, step: RaggedStep, taps: dict[str, torch.Tensor], length: torch.Tensor) -> None:
+        from stretto.ops.triton_draft import launch_seam
+
+        for name, own in self.of_slot.items():
+            launch_seam(taps[name], own, self.of_page[name], step.slots, step.cu_q, step.base, step.q_len, length,
+                        step.positions, step.cells[self.group], self.page_size)
+
+    def record_reference(self, step: RaggedStep, taps: dict[str, torch.Tensor], length: torch.Tensor) -> None:
+        """In torch's operations; states of slots apart."""
         fed = (step.q_len > 0) & (length > step.base)
         token = (step.cu_q[:-1] + length - 1 - step.base).clamp(0, max(len(step.ids) - 1, 0)).long()
         slots = torch.where(fed, step.slots, 0)
@@ -57,8 +73,6 @@ class Seams:
             if len(step.ids):
                 own[slots] = taps[name][token]
                 self.of_page[name][page] = taps[name][ends] if self.exact else taps[name]
-        if self.cells and len(step.ids):
-            self._record_cells(step, taps)
 
     def _record_cells(self, step: RaggedStep, taps: dict[str, torch.Tensor]) -> None:
         slots = torch.where(may_end(step), step.slots[step.rows], 0).long()

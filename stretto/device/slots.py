@@ -235,7 +235,16 @@ class SlotTable:
         self.ints[Int.DONE][:1].fill_(1)
 
     def offer(self, slots: torch.Tensor, offer: Offer, n_out: torch.Tensor) -> torch.Tensor:
-        """Drafts of rows that sampled and are not done, cut to the room before the limit. Returns widths, [R] int32."""
+        """Drafts of rows that sampled and are not done, cut to the room before the limit. Returns widths, [R] int32.
+        One launch on CUDA."""
+        if slots.is_cuda:
+            from stretto.ops.triton_draft import launch_offer
+
+            return launch_offer(slots, n_out, offer.ids, offer.width, self.ints, self.log)
+        return self.offer_reference(slots, offer, n_out)
+
+    def offer_reference(self, slots: torch.Tensor, offer: Offer, n_out: torch.Tensor) -> torch.Tensor:
+        """In torch's operations."""
         known, limit = self.column(Int.KNOWN, slots), self.column(Int.LIMIT, slots)
         room = torch.minimum(limit - 1 - known, self.column(Int.SPECULATION, slots)).clamp_(min=0)
         may = (n_out > 0) & (self.column(Int.DONE, slots) == 0)

@@ -59,12 +59,14 @@ class Choose(Protocol):
     (so proposals are coupled with what the target will sample; under rejection sampling, noise of their own), greedy at
     temperature 0."""
 
-    def __call__(self, logits: torch.Tensor, rows: torch.Tensor | None, offset: int) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, rows: torch.Tensor | None, offset: int,
+                 ids: torch.Tensor | None = None) -> torch.Tensor:
         """logits [N, V] float32 over the target's ids, of the step's rows `rows` [N] int64 (None: all); for the log
-        position known + offset. Ids chosen before in the same proposal count as the log. Returns [N] int64."""
+        position known + offset. Ids chosen before in the same proposal count as the log. `ids` [V'] int64: the target's
+        ids that the logits [N, V'] are of; others are not chosen. Returns ids of the target, [N] int64."""
         ...
 
-    def block(self, logits: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    def block(self, logits: torch.Tensor, rows: torch.Tensor | None, ids: torch.Tensor | None = None) -> torch.Tensor:
         """logits [N, K, V] for the positions known .. known + K - 1. Returns [N, K] int64."""
         ...
 

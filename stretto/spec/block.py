@@ -214,7 +214,7 @@ class Backbone:
         return self.norm(hidden).view(n, size, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, E] -> [N, V] float32 over the target's ids."""
+        """[N, E] -> [N, D] float32 over `head.ids`; without, over all of the target's."""
         logits = self.head(hidden)
         if self.layout.multiplier != 1.0:
             logits = logits * self.layout.multiplier
@@ -302,4 +302,4 @@ class BlockDrafter:
         """hidden [N, K, E] -> ids [N, K], and how many of them to offer, [N] int32 (None: all)."""
         n, width, size = hidden.shape
         logits = self.backbone.logits(hidden.reshape(n * width, size)).view(n, width, -1)
-        return self.choose.block(logits, rows), None
+        return self.choose.block(logits, rows, self.backbone.head.ids), None

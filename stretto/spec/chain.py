@@ -22,7 +22,8 @@ from stretto.spec.steps import StreamKV, extension, one_by_one, stream_of
 
 
 class ChainModel(Protocol):
-    """What `ChainDrafter` runs. `features` are None where shift is 0."""
+    """What `ChainDrafter` runs. `features` are None where shift is 0. A model whose logits are over a part of the
+    target's ids also has `ids` [D] int64, which those are."""
 
     layers: tuple[LayerSpec, ...]
     shift: int  # 1: a cell is made from its token and the features of the position before it; 0: from its token alone
@@ -38,7 +39,7 @@ class ChainModel(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, E] -> [N, V] float32 over the target's ids (-inf: never proposed)."""
+        """[N, E] -> [N, V] float32 over the target's ids, or [N, D] over `ids`."""
         ...
 
 
@@ -50,7 +51,7 @@ class ChainDrafter:
         assert context.own_kv is not None
         self.model, self.caps, self.context = model, caps, context
         self.slots, self.choose, self.backend = context.slots, context.choose, context.attention
-        self.kv = context.own_kv(model.layers)
+        self.kv, self.ids = context.own_kv(model.layers), getattr(model, "ids", None)
         self.exact = context.device.type == "cpu"
         served = context.positions + context.width if context.positions else model.max_position
         self.most = min(model.max_position, served)  # items of the stream that can have a cell
@@ -64,25 +65,22 @@ class ChainDrafter:
         if self.exact:
             items = int(length.max()) + self.context.width + 1 if len(length) else 1
         self.stream = stream_of(step, model.shift, items)
-        made = extension(step, self.stream, length, self.slots.draft_length[slots], self.most, self.exact)
+        made = extension(step, self.stream, length, self.slots.draft_length[slots], self.most, self.exact,
+                         self.slots.log)
         self.last, self.hidden, self.following = made.last, None, None
         if not len(made.cell):
             return
-        ids = self.slots.log[slots[made.rows], made.cell.clamp(max=self.slots.log.shape[1] - 1)].long().clamp_(min=0)
-        features = self._features(step, taps, made.rows, made.cell) if model.shift else None
-        self.hidden, self.following = self._forward(made.step, ids, features)
+        features = self._features(step, taps, made.sources) if model.shift else None
+        self.hidden, self.following = self._forward(made.step, made.ids, features)
 
-    def _features(self, step: RaggedStep, taps: dict[str, torch.Tensor], rows: torch.Tensor,
-                  cell: torch.Tensor) -> torch.Tensor:
+    def _features(self, step: RaggedStep, taps: dict[str, torch.Tensor], sources: torch.Tensor) -> torch.Tensor:
         """Those of each item's position p-1: of this step, or of the seam where p is the step's base."""
         assert self.context.seam is not None
         seam = self.context.seam
         slots = step.slots.long()
         own = self.model.features(taps)
         edge = self.model.features({name: seam(name)[slots] for name in taps})
-        offset = cell - 1 - step.base[rows]
-        index = torch.where(offset >= 0, step.cu_q[rows] + offset, len(own) + rows)
-        return torch.cat([own, edge])[index.clamp(max=len(own) + len(edge) - 1)]
+        return torch.cat([own, edge])[sources]
 
     def propose(self, step: RaggedStep, view: SlotView, width: int) -> Offer:
         """`width` ids for every row that may be offered some and whose drafts the model's context holds."""
@@ -106,7 +104,7 @@ class ChainDrafter:
         for ahead in range(out.shape[1]):
             if ahead:
                 hidden, features = self._forward(steps[ahead - 1], out[where, ahead - 1], features)
-            out[where, ahead] = self.choose(self.model.logits(hidden), rows, ahead)
+            out[where, ahead] = self.choose(self.model.logits(hidden), rows, ahead, self.ids)
 
     def _forward(self, step: RaggedStep, ids: torch.Tensor,
                  features: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:

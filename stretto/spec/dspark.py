@@ -28,7 +28,7 @@ SETTINGS = ("confidence",)
 
 
 class MarkovHead:
-    """Logit biases from the id before. `spread` puts a reduced vocabulary at the target's ids."""
+    """Logit biases from the id before, over the ids that can be drafted."""
 
     def __init__(self, repo: DraftRepo, w: Weights, hidden_size: int, vocab_size: int, draft_vocab: int):
         self.kind, self.rank = _option(repo, "markov_head_type", "vanilla"), int(_option(repo, "markov_rank", 0))
@@ -98,8 +98,7 @@ class DSparkDrafter(BlockDrafter):
         for k in range(width):
             embedded = self.markov.embed(before)
             state, bias = self.markov.step(state, embedded, hidden[:, k])
-            biased = base[:, k] + self.backbone.head.spread(bias.float())
-            before = self.choose(biased, rows, k)
+            before = self.choose(base[:, k] + bias, rows, k, self.backbone.head.ids)
             ids.append(before)
             befores.append(embedded)
         return torch.stack(ids[1:], 1), self._wanted(hidden, befores)

@@ -114,6 +114,7 @@ class Eagle3Model:
                         for i in range(c.n_layers)]
         self.norm = RMSNorm(w, "norm", c.hidden_size, eps)
         self.head = DraftHead(repo, source, w, context, layout.draft_vocab, c.hidden_size)
+        self.ids = self.head.ids
         self.rotary = rotary_of(c, context, context.width)
         w.fill()
 

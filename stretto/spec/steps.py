@@ -60,6 +60,18 @@ def stream_of(step: RaggedStep, shift: int, items: int) -> Stream:
     if shift == 0:
         return Stream(slots, step.page_tables, step.page_size, 0, slots, step.page_tables, step.page_size)
     rows = torch.arange(len(slots), device=slots.device)
+    if slots.is_cuda:
+        from stretto.ops.triton_draft import launch_stream
+
+        made = tuple(launch_stream(slots, table, step.page_size, shift, items) for table in step.page_tables)
+        return Stream(rows, made, 1, shift, slots, step.page_tables, step.page_size)
+    return stream_reference(step, shift, items)
+
+
+def stream_reference(step: RaggedStep, shift: int, items: int) -> Stream:
+    """`stream_of` in torch's operations, where shift is not 0."""
+    slots = step.slots.long()
+    rows = torch.arange(len(slots), device=slots.device)
     cell = torch.arange(shift, items + shift, device=slots.device)
     page, offset = cell // step.page_size, cell % step.page_size
     tables = []
@@ -104,13 +116,33 @@ class Extension:
     rows: torch.Tensor  # [N] int64
     cell: torch.Tensor  # [N] int64: the position p of each item's cell
     last: torch.Tensor  # [R] int64: the item of each row that stands at its length: the next draft follows it
+    ids: torch.Tensor  # [N] int64: the tokens at the cells
+    sources: torch.Tensor  # [N] int64: the token of the step before each cell; T + row: it is of another step
 
 
 def extension(step: RaggedStep, stream: Stream, length: torch.Tensor, stands: torch.Tensor, most: int,
-              exact: bool) -> Extension:
+              exact: bool, log: torch.Tensor) -> Extension:
     """`length` [R]: cells committed after the step; `stands` [R]: cells of the draft stream that stood before it, which
-    are not written again; `most`: positions that the drafter knows. Items past `length` come of rejected drafts: they
-    write nothing."""
+    are not written again; `most`: positions that the drafter knows; `log`: the slot table's. Items past `length` come
+    of rejected drafts: they write nothing."""
+    if not step.slots.is_cuda:
+        return extension_reference(step, stream, length, stands, most, exact, log)
+    from stretto.ops.triton_draft import launch_extension
+
+    made = launch_extension(stream.owners, step.base, step.q_len, step.cu_q, len(step.ids), length, stands, log,
+                            stream.page_tables, stream.target_page_size, stream.shift, most)
+    zeros = torch.zeros_like(made.starts)
+    ragged = RaggedStep(
+        slots=stream.slots, q_len=made.count, cu_q=made.starts, base=made.base, kv_len=made.kv_len, n_out=zeros[:-1],
+        cu_out=zeros, ids=made.positions, positions=made.positions, rows=made.rows, cells=made.cells,
+        out_tokens=made.positions[:0], out_rows=made.positions[:0], page_tables=stream.tables,
+        page_size=stream.page_size)
+    return Extension(ragged, made.rows, made.cell, made.last, made.ids, made.sources)
+
+
+def extension_reference(step: RaggedStep, stream: Stream, length: torch.Tensor, stands: torch.Tensor, most: int,
+                        exact: bool, log: torch.Tensor) -> Extension:
+    """In torch's operations. `exact`: no more items than there are."""
     fed = step.q_len > 0
     first = step.base.clamp(min=stream.shift)
     count = torch.where(fed, step.base + step.q_len + 1 - first, 0).to(torch.int32)
@@ -124,12 +156,27 @@ def extension(step: RaggedStep, stream: Stream, length: torch.Tensor, stands: to
     base = torch.where(fed, first - stream.shift, 0).to(torch.int32)
     ragged = _ragged(stream, count, starts, base, item.clamp(max=most - 1), row, cells)
     last = (starts[:-1] + length - first).clamp(0, max(size - 1, 0)).long()
-    return Extension(ragged, row, cell, last)
+    ids = log[stream.owners[row], cell.clamp(max=log.shape[1] - 1)].long().clamp_(min=0)
+    ahead, tokens = cell - 1 - step.base[row], len(step.ids)
+    sources = torch.where(ahead >= 0, step.cu_q[row] + ahead, tokens + row).clamp(max=tokens + len(fed) - 1)
+    return Extension(ragged, row, cell, last, ids, sources)
 
 
 def one_by_one(stream: Stream, length: torch.Tensor, count: int, most: int) -> list[RaggedStep]:
     """`count` steps of one item a row, at the cells length + 1, length + 2, ...: the drafter's own proposals. `stream`
     and `length` are of N rows. All are made at once: on a device each operation costs a launch, however small it is."""
+    if not length.is_cuda:
+        return one_by_one_reference(stream, length, count, most)
+    from stretto.ops.triton_draft import launch_ahead
+
+    made = launch_ahead(stream.owners, length, stream.page_tables, stream.target_page_size, stream.shift, count, most)
+    zeros = torch.zeros_like(made.starts)
+    return [_single(stream, made.ones, made.starts, zeros, made.rows, made.base[i], made.kv_len[i], made.positions[i],
+                    tuple(c[i] for c in made.cells)) for i in range(count)]
+
+
+def one_by_one_reference(stream: Stream, length: torch.Tensor, count: int, most: int) -> list[RaggedStep]:
+    """In torch's operations."""
     n, device = len(length), length.device
     cell = length.long() + torch.arange(1, count + 1, device=device)[:, None]  # [count, N]
     item = cell - stream.shift
@@ -137,11 +184,19 @@ def one_by_one(stream: Stream, length: torch.Tensor, count: int, most: int) -> l
     base, positions = item.to(torch.int32), item.clamp(max=most - 1)
     kv_len, ones = base + 1, torch.ones(n, dtype=torch.int32, device=device)
     starts, rows = torch.arange(n + 1, dtype=torch.int32, device=device), torch.arange(n, device=device)
-    zeros, none = torch.zeros_like(starts), rows[:0]
-    return [RaggedStep(
-        slots=stream.slots, q_len=ones, cu_q=starts, base=base[i], kv_len=kv_len[i], n_out=zeros[:n], cu_out=zeros,
-        ids=positions[i], positions=positions[i], rows=rows, cells=tuple(c[i] for c in cells), out_tokens=none,
-        out_rows=none, page_tables=stream.tables, page_size=stream.page_size) for i in range(count)]
+    zeros = torch.zeros_like(starts)
+    return [_single(stream, ones, starts, zeros, rows, base[i], kv_len[i], positions[i], tuple(c[i] for c in cells))
+            for i in range(count)]
+
+
+def _single(stream: Stream, ones: torch.Tensor, starts: torch.Tensor, zeros: torch.Tensor, rows: torch.Tensor,
+            base: torch.Tensor, kv_len: torch.Tensor, positions: torch.Tensor,
+            cells: tuple[torch.Tensor, ...]) -> RaggedStep:
+    """A step of one item a row."""
+    return RaggedStep(
+        slots=stream.slots, q_len=ones, cu_q=starts, base=base, kv_len=kv_len, n_out=zeros[:-1], cu_out=zeros,
+        ids=positions, positions=positions, rows=rows, cells=cells, out_tokens=rows[:0], out_rows=rows[:0],
+        page_tables=stream.tables, page_size=stream.page_size)
 
 
 def block(stream: Stream, length: torch.Tensor, size: int, most: int) -> RaggedStep:

@@ -1,7 +1,6 @@
 """The head of a drafter: over the target's ids, or over a part of them that is mapped before anything is sampled.
 
-The noise of a token is keyed by its target id, so a reduced vocabulary is spread out first: ids that the drafter cannot
-propose get -inf.
+Logits stay over the part: `Choose` is told the target's ids of their columns.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ class DraftHead:
     def __init__(self, repo: DraftRepo, source: WeightSource, w: Weights, context: DrafterContext,
                  draft_vocab: int | None, hidden_size: int):
         names = set(source.names())
-        self.vocab_size = context.vocab_size
         self.ids: torch.Tensor | None = None  # target id of each draft id
         w.ignore("d2t", "t2d")
         if "d2t" in names:
@@ -52,18 +50,8 @@ class DraftHead:
         del self._weights
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, E] -> [N, V] float32 over the target's ids."""
-        if self._lent is not None:
-            return self._lent(hidden)
-        logits = self._matrix.logits(hidden)
-        return logits if self.ids is None else self.spread(logits)
-
-    def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """[N, draft vocabulary] -> [N, V], -inf elsewhere."""
-        if self.ids is None:
-            return logits
-        out = torch.full((len(logits), self.vocab_size), float("-inf"), device=logits.device)
-        return out.index_copy_(1, self.ids, logits)
+        """[N, E] -> [N, D] float32 over `ids`; without, over all of the target's."""
+        return self._matrix.logits(hidden) if self._lent is None else self._lent(hidden)
 
 
 def count_head_drafter(source: WeightSource, tensor_name: Callable[[str], str | None], hidden_size: int) -> int:

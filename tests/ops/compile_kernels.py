@@ -18,6 +18,7 @@ from stretto.ops import (
     skinny,
     triton_delta,
     triton_delta_net,
+    triton_draft,
     triton_exchange,
     triton_fixed,
     triton_grouped,
@@ -189,6 +190,24 @@ def step_kernels(arch: int, pdl: bool):
     yield "pack", build(triton_step.pack_kernel, dict(WIDTH=8, OFFERS=8, PDL=pdl), 1, arch, {"out": "*i32"})
 
 
+def draft_kernels(arch: int, pdl: bool):
+    table = {"table": "*i32", "cells": "*i64", "starts": "*i32"}
+    yield "offer", build(triton_draft.offer_kernel, dict(WIDTH=8, PDL=pdl), 1, arch,
+                         {"offered": "*i32", "widths": "*i32"})
+    yield "seam", build(triton_draft.seam_kernel, dict(PAGE=16, BLOCK=1024, PDL=pdl), 4, arch,
+                        {"taps": "*bf16", "of_slot": "*bf16", "of_page": "*bf16"})
+    sizes = dict(SHIFT=1, PAGE=16, PDL=pdl)
+    yield "stream", build(triton_draft.stream_kernel, sizes | dict(ENTRIES=1024), 4, arch,
+                          {"table": "*i32", "out": "*i32"})
+    yield "rows of an extension", build(triton_draft.extension_rows_kernel, dict(SHIFT=1, ROWS=256, PDL=pdl), 4, arch,
+                                        {"count": "*i32", "starts": "*i32", "base_out": "*i32", "last": "*i64"})
+    yield "items of an extension", build(
+        triton_draft.extension_items_kernel, sizes | dict(ROWS=256, ITEMS=128), 4, arch,
+        table | {"stands": "*i32", "rows_out": "*i64", "cell_out": "*i64", "sources": "*i64"})
+    yield "steps ahead", build(triton_draft.ahead_kernel, sizes | dict(ITEMS=128), 4, arch,
+                               table | {"owners": "*i64", "ones": "*i32", "rows": "*i64"})
+
+
 def rank_kernels(arch: int, pdl: bool):
     for ranks in (2, 8):
         for join in (False, True):
@@ -239,7 +258,7 @@ def main() -> None:
     arch = parser.parse_args().arch
     torch.set_num_threads(1)
     for kernels in (layer_kernels, grouped_kernels, packed_kernels, skinny_kernels, fixed_kernels, step_kernels,
-                    rank_kernels, recurrent_kernels):
+                    draft_kernels, rank_kernels, recurrent_kernels):
         for name, shared in kernels(arch, arch >= 90):
             print(json.dumps({name: shared}))
 

@@ -29,8 +29,9 @@ class Recorder:
         slot = int(self.choose.step.slots[row])
         self.seen.append((self.table.log[slot, : int(self.table.known[slot])].tolist(), list(drafts), logits.clone()))
 
-    def __call__(self, logits, rows, offset):
-        ids = self.choose(logits, rows, offset)
+    def __call__(self, logits, rows, offset, columns=None):
+        ids = self.choose(logits, rows, offset, columns)
+        logits = self.choose._spread(logits, columns)
         if offset == 0:
             self.chain = [[] for _ in rows]
         for i, row in enumerate(rows.tolist()):
@@ -38,11 +39,11 @@ class Recorder:
             self.chain[i].append(int(ids[i]))
         return ids
 
-    def block(self, logits, rows):
-        ids = self.choose.block(logits, rows)
+    def block(self, logits, rows, columns=None):
+        ids = self.choose.block(logits, rows, columns)
         for i, row in enumerate(rows.tolist()):
             for k in range(logits.shape[1]):
-                self._note(row, ids[i, :k].tolist(), logits[i, k])
+                self._note(row, ids[i, :k].tolist(), self.choose._spread(logits[i], columns)[k])
         return ids
 
 

@@ -65,8 +65,8 @@ def only_rows_that_sample_are_ingested(monkeypatch) -> None:
     """A drafter that is primed from the last chunk alone."""
     cells = chain.extension
 
-    def of_sampling_rows(step, stream, length, stands, most, exact):
-        return cells(step, stream, length, torch.where(step.n_out > 0, stands, 1 << 20), most, exact)
+    def of_sampling_rows(step, stream, length, stands, *rest):
+        return cells(step, stream, length, torch.where(step.n_out > 0, stands, 1 << 20), *rest)
     monkeypatch.setattr(chain, "extension", of_sampling_rows)
 
 
@@ -207,6 +207,6 @@ def test_drafts_that_do_not_count_are_seen(labs, monkeypatch) -> None:
 def test_greedy_proposals_are_seen(labs, monkeypatch) -> None:
     """case_1_07: a drafter that proposes its best id where the request samples."""
     lab = labs["standalone"]
-    monkeypatch.setattr(Chooser, "__call__", lambda self, logits, rows, offset: logits.argmax(-1))
+    monkeypatch.setattr(Chooser, "__call__", lambda self, logits, rows, offset, ids=None: logits.argmax(-1))
     got, _ = lab.drafted(lab.asks(NEW, temperature=20.0))
     assert any(a.accepted < a.drafted for a in got.values())
