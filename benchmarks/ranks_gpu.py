@@ -94,7 +94,8 @@ def half_of(spec: Spec, shard: RankShard | None) -> tuple[DeviceHalf, int]:
 
 
 def engine(spec: Spec, half: DeviceHalf) -> EngineCore:
-    half.warm_up([StepShape(rows=n, tokens=n, logits=n, width=1, draft_width=0, short=SHORT >= 1) for n in spec.rows])
+    half.warm_up([StepShape(rows=n, tokens=n, logits=n, width=1, draft_width=0, short=SHORT >= 1, single=True)
+                  for n in spec.rows])
     limits = HostLimits(page_size=PAGE, pages=(spec.pages,), windows=(None,), max_slots=spec.slots,
                         max_model_len=spec.context, chunk=2048, budget=8192, width=0, depth=1, prefix_cache=False)
     info = EngineInfo(model_name="random", vocab_size=spec.shape["vocab_size"], max_model_len=spec.context,

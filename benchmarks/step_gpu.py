@@ -97,11 +97,13 @@ class Lab:
         plan = torch.tensor([[i + 1, 1, r.tokens] for i, r in enumerate(each)], dtype=torch.int32).cuda()
         tokens, logits = int(fed.sum()), sum(max(r.sampled, 1) for r in each)
         return plan, StepShape(rows=n, tokens=tokens, logits=logits, width=max(1, *out.tolist(), 1), draft_width=drafts,
-                               short=int(fed.max()) <= SHORT, sampled=sampled)
+                               short=int(fed.max()) <= SHORT, single=int(fed.max()) <= 1, sampled=sampled)
 
     @torch.inference_mode()
-    def time(self, rows: list[Rows], sampled: bool = False, drafts: int = 0, repeats: int = REPEATS) -> float:
-        """Seconds of the step, median of `repeats`."""
+    def time(self, rows: list[Rows], sampled: bool = False, drafts: int = 0, repeats: int = REPEATS,
+             rest: float = 0.0) -> float:
+        """Seconds of the step, median of `repeats`, each after `rest` seconds in which the device has nothing to do:
+        replay after replay, large steps reach the limit of its power and lower its clock."""
         plan, shape = self.prepare(rows, sampled, drafts)
         bucket = bucketed(shape)
         padded = torch.zeros(bucket.rows, 3, dtype=torch.int32, device="cuda")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
 from stretto.ops.fp8 import KVScales
+from stretto.ops.layer import HeadWeights, Rope
 from stretto.ragged import RaggedStep
 
 
@@ -80,6 +81,19 @@ class AttentionBackend(Protocol):
         """q [T, H, D]; caches [pages, page_size, Hkv, D], already holding the step's own keys and values; `scales`
         where they are e4m3, given only to backends whose caps name that.
         Returns [T, H, D]. Rows of padding tokens are unspecified but finite."""
+        ...
+
+
+@runtime_checkable
+class ProjectedBackend(Protocol):
+    """A backend that may take a layer's heads as they were projected, on CUDA."""
+
+    def projected(self, layer: LayerSpec, qkv: torch.Tensor, rope: Rope, norm: HeadWeights | None,
+                  k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, group: int,
+                  scales: KVScales | None, early: bool) -> torch.Tensor | None:
+        """qkv [T, H + 2 Hkv, D]: norms and rotates q and k, writes keys and values into the step's cells, attends, in
+        one launch; `early`: another layer of this step did. Returns [T, H, D]; None, and nothing is done, where this
+        serves neither the layer nor the step."""
         ...
 
 

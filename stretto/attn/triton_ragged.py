@@ -18,7 +18,10 @@ from triton.runtime.interpreter import InterpretedFunction
 from stretto.attn.api import AttnCaps, LayerSpec
 from stretto.attn.tiles import INTERPRETER, KernelConfig, Tile, kernel_config, padded, unsplit
 from stretto.attn.triton_kernels import ITEM_WORDS, LOG2E, attend_kernel, plan_kernel
+from stretto.attn.triton_short import launch_short, short_launch
 from stretto.ops.fp8 import KV_FP8, KVScales
+from stretto.ops.launch import overlaps
+from stretto.ops.layer import HeadWeights, Rope
 from stretto.ragged import RaggedStep
 
 INTERPRETED = isinstance(attend_kernel, InterpretedFunction)  # TRITON_INTERPRET=1: the kernels run on the CPU
@@ -75,6 +78,7 @@ class TritonRagged:
             if self.arch < FP8_ARCH:
                 self.caps = replace(self.caps, kv_dtypes=self.caps.kv_dtypes - {"fp8_e4m3"})
         self.workspace = torch.empty(workspace_bytes // 4, dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros(1024, dtype=torch.int32, device=device)  # of `projected`, by row and KV head
 
     def config_for(self, layer: LayerSpec) -> KernelConfig:
         """The override, the interpreter's small tiles, or the table's entry for this layer. ValueError where a tile
@@ -123,6 +127,19 @@ class TritonRagged:
                          plan, sinks, scales)
         plan.attended = True
         return out
+
+    def projected(self, layer: LayerSpec, qkv: torch.Tensor, rope: Rope, norm: HeadWeights | None,
+                  k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, group: int,
+                  scales: KVScales | None, early: bool) -> torch.Tensor | None:
+        """`attn.api.ProjectedBackend`: short steps of few rows, where nothing asks for more than plain attention."""
+        plain = not self.fixed and scales is None and k_cache.dtype == qkv.dtype
+        sizes = short_launch(layer, step) if plain else None
+        if (sizes is None or sizes.rows * layer.n_kv_heads > len(self.arrivals)
+                or sizes.partials > self.capacity(layer) or qkv.stride()[1:] != (layer.head_dim, 1)
+                or k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (layer.head_dim, 1)):
+            return None
+        return launch_short(sizes, layer, qkv, rope, norm, k_cache, v_cache, step, group, self.workspace, self.arrivals,
+                            early, overlaps(qkv.device))
 
     def _few_only(self, layer: LayerSpec, step: RaggedStep, plan: RaggedPlan) -> bool:
         """Whether no row of the bucket can be a chunk."""

@@ -30,9 +30,9 @@ from stretto.ops.triton_dot import dot
 from stretto.ragged import RaggedStep
 
 MOST_ROWS = 8
-MOST_QUERIES = 64  # tokens of a row times query heads of a KV head
+MOST_QUERIES = 16  # tokens of a row times query heads of a KV head: above, the work list is faster
 KEYS = 64  # cells of one block
-PROGRAMS = 32  # wanted for each KV head, all rows together
+PROGRAMS = 32  # of each KV head, all rows together
 
 
 @triton.jit
@@ -71,6 +71,16 @@ def _places(table, cell, end, head, page_stride, cell_stride, PAGE: tl.constexpr
 
 
 @triton.jit
+def _load(k_cache, v_cache, at, old, D: tl.constexpr):
+    """The two halves of a block of keys, and its values; zeros where there are none yet."""
+    d = at[:, None] + tl.arange(0, D // 2)[None, :]
+    k1 = tl.load(k_cache + d, mask=old[:, None], other=0.0)
+    k2 = tl.load(k_cache + d + D // 2, mask=old[:, None], other=0.0)
+    v = tl.load(v_cache + at[:, None] + tl.arange(0, D)[None, :], mask=old[:, None], other=0.0)
+    return k1, k2, v
+
+
+@triton.jit
 def _block(q1, q2, acc, m, l, k1, k2, v, cell, pos, high, scale, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds a block of keys to the running softmax, in base 2."""
     s = dot(q1, k1.T, None, PRECISION, UPCAST)
@@ -105,6 +115,41 @@ def _join(partial_out, partial_lse, out, row, token, tokens, splits, head, G: tl
         tl.store(to, y.to(out.dtype.element_ty), mask=(g < G)[:, None])
 
 
+@triton.jit
+def _queries(x, ok, cos, sin, weight, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """The two halves of the tile's queries, normed and rotated."""
+    HALF: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)[None, :]
+    a = tl.load(x, mask=ok[:, None], other=0.0).to(tl.float32)
+    b = tl.load(x + HALF, mask=ok[:, None], other=0.0).to(tl.float32)
+    if NORM:
+        norm = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+        a = a * norm * tl.load(weight + d).to(tl.float32)
+        b = b * norm * tl.load(weight + HALF + d).to(tl.float32)
+    return (a * cos - b * sin).to(x.dtype.element_ty), (b * cos + a * sin).to(x.dtype.element_ty)
+
+
+@triton.jit
+def _is_last(acc, m, l, partial_out, partial_lse, at, ok, arrival, splits, D: tl.constexpr):
+    """Keeps the sums of a split, to be joined; whether those of all splits are there."""
+    total = tl.where(l > 0, l, 1.0)
+    tl.store(partial_out + at[:, None] * D + tl.arange(0, D)[None, :], acc / total[:, None], mask=ok[:, None])
+    tl.store(partial_lse + at, tl.where(l > 0, m + tl.log2(total), LOWEST), mask=ok)
+    tl.debug_barrier()  # every thread's sums stand before the arrival that announces them
+    last = tl.atomic_add(arrival, 1, sem="acq_rel") == splits - 1
+    if last:
+        tl.store(arrival, 0)  # for the next layer
+    return last
+
+
+@triton.jit
+def _clear(out, first, n_tokens, STEP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
+    """Zeros for every STEP-th token from `first` on."""
+    for token in tl.range(first.to(tl.int64), n_tokens, STEP):
+        for head in tl.range(0, HEADS):
+            tl.store(out + (token * HEADS + head) * D + tl.arange(0, D), tl.zeros((D,), out.dtype.element_ty))
+
+
 @triton.jit(do_not_specialize=["table_stride", "n_rows", "n_tokens", "early"])
 def short_kernel(qkv, rope, q_weight, k_weight, k_cache, v_cache, tables, slots, bases, q_lens, cu_q, out, partial_out,
                  partial_lse, arrivals, qkv_stride, page_stride, cell_stride, table_stride, eps, scale, n_rows,
@@ -113,8 +158,6 @@ def short_kernel(qkv, rope, q_weight, k_weight, k_cache, v_cache, tables, slots,
                  NORM: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """One program for a split of a row's cells and a KV head. Query i of the tile is token i // G, head i % G of the
     group. `early`: what binding wrote may be read before the wait."""
-    HALF: tl.constexpr = D // 2
-    HEADS: tl.constexpr = HEADS_KV * G
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL and early == 0:
         tl.extra.cuda.gdc_wait()
@@ -130,33 +173,23 @@ def short_kernel(qkv, rope, q_weight, k_weight, k_cache, v_cache, tables, slots,
     high = tl.where(split < splits, tl.minimum(low + each, kv), 0)
     i = tl.arange(0, M)
     t = tl.arange(0, KEYS)
-    d = tl.arange(0, HALF)[None, :]
+    d = tl.arange(0, D // 2)[None, :]
     both = tl.arange(0, D)[None, :]
     cell = low + t
     at = _places(table, cell, high, head, page_stride, cell_stride, PAGE, D)
-    old = (cell < tl.minimum(high, base))[:, None]
-    k1 = tl.load(k_cache + at[:, None] + d, mask=old, other=0.0)
-    k2 = tl.load(k_cache + at[:, None] + HALF + d, mask=old, other=0.0)
-    v = tl.load(v_cache + at[:, None] + both, mask=old, other=0.0)
+    k1, k2, v = _load(k_cache, v_cache, at, cell < tl.minimum(high, base), D)
     ok = i // G < tokens
     pos = base + tl.minimum(i // G, tl.maximum(tokens - 1, 0))
     angle = rope + pos.to(tl.int64)[:, None] * D + d
     cos = tl.load(angle)
-    sin = tl.load(angle + HALF)
+    sin = tl.load(angle + D // 2)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if split < splits:
         q_head = head * G + i % G
-        x = qkv + (token + i // G).to(tl.int64)[:, None] * qkv_stride + q_head[:, None] * D + d
-        a = tl.load(x, mask=ok[:, None], other=0.0).to(tl.float32)
-        b = tl.load(x + HALF, mask=ok[:, None], other=0.0).to(tl.float32)
-        if NORM:
-            norm = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
-            a = a * norm * tl.load(q_weight + d).to(tl.float32)
-            b = b * norm * tl.load(q_weight + HALF + d).to(tl.float32)
-        q1 = (a * cos - b * sin).to(qkv.dtype.element_ty)
-        q2 = (b * cos + a * sin).to(qkv.dtype.element_ty)
+        q1, q2 = _queries(qkv + (token + i // G).to(tl.int64)[:, None] * qkv_stride + q_head[:, None] * D + d, ok, cos,
+                          sin, q_weight, eps, D, NORM)
         acc = tl.zeros((M, D), tl.float32)
         m = tl.full((M,), LOWEST, tl.float32)
         l = tl.zeros((M,), tl.float32)
@@ -168,38 +201,26 @@ def short_kernel(qkv, rope, q_weight, k_weight, k_cache, v_cache, tables, slots,
         for start in tl.range(low + KEYS, clear, KEYS, num_stages=2):
             cell = start + t
             at = _places(table, cell, high, head, page_stride, cell_stride, PAGE, D)
-            k1 = tl.load(k_cache + at[:, None] + d)
-            k2 = tl.load(k_cache + at[:, None] + HALF + d)
-            v = tl.load(v_cache + at[:, None] + both)
+            k1, k2, v = _load(k_cache, v_cache, at, cell < base, D)
             acc, m, l = _block(q1, q2, acc, m, l, k1, k2, v, cell, pos, high, scale, PRECISION, UPCAST)
         for start in tl.range(clear, high, KEYS, num_stages=1):
             cell = start + t
             at = _places(table, cell, high, head, page_stride, cell_stride, PAGE, D)
-            old = (cell < tl.minimum(high, base))[:, None]
-            k1 = tl.load(k_cache + at[:, None] + d, mask=old, other=0.0)
-            k2 = tl.load(k_cache + at[:, None] + HALF + d, mask=old, other=0.0)
-            v = tl.load(v_cache + at[:, None] + both, mask=old, other=0.0)
+            k1, k2, v = _load(k_cache, v_cache, at, cell < tl.minimum(high, base), D)
             k1, k2, v = _merge(k1, k2, v, cell, at, qkv, rope, k_weight, k_cache, v_cache, token, base, high, head,
                                qkv_stride, eps, G, HEADS_KV, D, NORM)
             acc, m, l = _block(q1, q2, acc, m, l, k1, k2, v, cell, pos, high, scale, PRECISION, UPCAST)
-        y = acc / tl.where(l > 0, l, 1.0)[:, None]
         if splits == 1:
-            to = out + ((token + i // G).to(tl.int64) * HEADS + q_head)[:, None] * D + both
+            y = acc / tl.where(l > 0, l, 1.0)[:, None]
+            to = out + ((token + i // G).to(tl.int64) * HEADS_KV * G + q_head)[:, None] * D + both
             tl.store(to, y.to(out.dtype.element_ty), mask=ok[:, None])
         else:
-            sum_at = ((row * SPLITS + split) * MOST + i // G) * HEADS + q_head
-            tl.store(partial_out + sum_at[:, None] * D + both, y, mask=ok[:, None])
-            tl.store(partial_lse + sum_at, tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), LOWEST), mask=ok)
-            arrival = arrivals + row * HEADS_KV + head
-            tl.debug_barrier()  # every thread's sums stand before the arrival that announces them
-            if tl.atomic_add(arrival, 1, sem="acq_rel") == splits - 1:
-                tl.store(arrival, 0)  # for the next layer
+            sum_at = ((row * SPLITS + split) * MOST + i // G) * HEADS_KV * G + q_head
+            if _is_last(acc, m, l, partial_out, partial_lse, sum_at, ok, arrivals + row * HEADS_KV + head, splits, D):
                 _join(partial_out, partial_lse, out, row, token, tokens, splits, head, G, GROUP, HEADS_KV, D, MOST,
                       SPLITS)
     if (head == 0) & (row == 0):
-        for spare in tl.range((padding + split).to(tl.int64), n_tokens, SPLITS):
-            for j in tl.range(0, HEADS):
-                tl.store(out + (spare * HEADS + j) * D + tl.arange(0, D), tl.zeros((D,), out.dtype.element_ty))
+        _clear(out, padding + split, n_tokens, SPLITS, HEADS_KV * G, D)
 
 
 INTERPRETED = isinstance(short_kernel, InterpretedFunction)
@@ -230,8 +251,7 @@ def short_launch(layer: LayerSpec, step: RaggedStep) -> ShortLaunch | None:
     plain = layer.window is None and not layer.softcap and not layer.has_sinks and layer.head_dim in (64, 128)
     if not plain or not 0 < rows <= MOST_ROWS or most * group > MOST_QUERIES:
         return None
-    splits = max(1, min(PROGRAMS, 4 * PROGRAMS // triton.next_power_of_2(rows), 128 // triton.next_power_of_2(group)))
-    return ShortLaunch(rows, tokens, most, splits, group)
+    return ShortLaunch(rows, tokens, most, PROGRAMS // triton.next_power_of_2(rows), group)
 
 
 def launch_short(sizes: ShortLaunch, layer: LayerSpec, qkv: torch.Tensor, rope: Rope, norm: HeadWeights | None,

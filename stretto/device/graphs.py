@@ -72,7 +72,7 @@ def _kernels_of(bucket: StepShape) -> set[object]:
     run does not depend on the other. Of other steps the bucket itself: sorts, for one, differ by size."""
     if not is_usual(bucket) or bucket.filtered or bucket.masked or bucket.processors or bucket.adapted:
         return {bucket}
-    sizes = bucket.rows, bucket.tokens, bucket.logits, bucket.short, bucket.draft_width, bucket.fixed
+    sizes = bucket.rows, bucket.tokens, bucket.logits, bucket.short, bucket.single, bucket.draft_width, bucket.fixed
     return {sizes, (replace(bucket, rows=0, tokens=0, logits=0), bucket.rows == 1)}
 
 
@@ -296,7 +296,7 @@ def usual_shapes(max_rows: int, width: int, draft_width: int) -> list[StepShape]
     """Decode and verify steps of every number of rows, greedy and sampled."""
     sizes = [s for s in _STEPS if s < max_rows] + [max_rows]
     return [StepShape(rows=r, tokens=r * w, logits=r * w, width=w, draft_width=draft_width, short=w <= SHORT,
-                      sampled=sampled)
+                      single=w == 1, sampled=sampled)
             for r in sizes for w in sorted({1, width}) for sampled in (False, True)]
 
 

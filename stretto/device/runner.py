@@ -200,7 +200,7 @@ class Runner:
         table = self.table
         step = bind(rows, table.ints, table.log, table.page_tables, table.page_size, shape.tokens, shape.logits)
         if shape.short:
-            step = replace(step, most_tokens=SHORT)
+            step = replace(step, most_tokens=1 if shape.single else SHORT)
         if self.adapters is not None:
             self.adapters.select(table.column(Int.ADAPTER, step.slots)[step.rows] if shape.adapted else None)
         hidden, taps = self._model(step)

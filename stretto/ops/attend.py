@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from stretto.attn.api import AttentionBackend, GroupSpec, LayerSpec
+from stretto.attn.api import AttentionBackend, GroupSpec, LayerSpec, ProjectedBackend
 from stretto.ops.fp8 import KVScales
 from stretto.ops.layer import HeadWeights, Rope, rotate_and_write
 from stretto.ops.recurrent import StepStates
@@ -54,8 +54,16 @@ class StepAttention:
 
     def projected(self, layer: int, qkv: torch.Tensor, n_heads: int, rope: Rope, norm: HeadWeights | None,
                   sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """On CUDA: qkv [T, H + 2 Hkv, D] as projected. Normed, rotated and written in one launch, then as a call."""
-        cells = self.step.cells[self.kv.group_of[layer]]
+        """On CUDA: qkv [T, H + 2 Hkv, D] as projected. Normed, rotated and written in one launch, then as a call; or
+        all of it in one launch, where the backend has one for such steps."""
+        group = self.kv.group_of[layer]
+        if sinks is None and isinstance(self.backend, ProjectedBackend):
+            attended = self.backend.projected(self.layers[layer], qkv, rope, norm, self.kv.k[layer], self.kv.v[layer],
+                                              self.step, group, self.kv.scales[layer], self.calls > 0)
+            if attended is not None:
+                self.calls += 1
+                return attended
+        cells = self.step.cells[group]
         q = rotate_and_write(qkv, n_heads, rope, norm, self.kv.k[layer], self.kv.v[layer], cells, self.kv.scales[layer])
         return self._attend(layer, q, sinks)
 

@@ -45,6 +45,7 @@ class StepShape:
     width: int  # most ids that a row can emit
     draft_width: int  # drafts to propose at the end of the step
     short: bool = False  # no row feeds more than SHORT tokens
+    single: bool = False  # no row feeds more than one
     sampled: bool = False
     filtered: bool = False
     penalised: bool = False
@@ -71,7 +72,8 @@ def step_shape(caps: list[int], rows: list[Features], draft_width: int, exact: b
     return StepShape(
         rows=len(rows), tokens=None if exact else sum(caps) - wait, logits=None if exact else sum(windows) - wait,
         width=max(windows),
-        draft_width=draft_width, short=max(caps) <= SHORT, sampled=any(f.sampled for f in kinds),
+        draft_width=draft_width, short=max(caps) <= SHORT, single=max(caps) <= 1,
+        sampled=any(f.sampled for f in kinds),
         filtered=any(f.filtered for f in kinds), penalised=any(f.penalised for f in kinds),
         biased=any(f.biased for f in kinds), restricted=any(f.restricted for f in kinds),
         min_tokens=any(f.min_tokens for f in kinds), alternatives=max(f.alternatives for f in kinds),

@@ -8,8 +8,11 @@ import dataclasses
 import pytest
 import torch
 
-from stretto.attn.api import LayerSpec
+from stretto.attn.api import LayerSpec, ProjectedBackend
+from stretto.attn.tiles import INTERPRETER
+from stretto.attn.triton_ragged import TritonRagged
 from stretto.attn.triton_short import launch_short, short_launch
+from stretto.ops.fp8 import KVScales
 from stretto.ops.launch import overlaps
 from stretto.ops.layer import HeadWeights, rotate_and_write_reference
 from tests.attn.oracle import expected, make_case, relative_error, scan
@@ -25,7 +28,7 @@ def layer_of(group: int, head_dim: int = 64, n_kv_heads: int = 2) -> LayerSpec:
 
 def check(layer, q_lens, kv_lens, dtype=torch.float32, normed=False, early=False, **options):
     case = make_case(layer, q_lens, kv_lens, dtype=dtype, device=str(DEVICE), **options)
-    step, n = dataclasses.replace(case.step, most_tokens=8), sum(q_lens)
+    step, n = dataclasses.replace(case.step, most_tokens=max(q_lens)), sum(q_lens)
     g = torch.Generator().manual_seed(1)
     heads, d = layer.n_heads + 2 * layer.n_kv_heads, layer.head_dim
     qkv = torch.randn(len(step.ids), heads, d, generator=g).to(dtype)
@@ -58,7 +61,8 @@ def check(layer, q_lens, kv_lens, dtype=torch.float32, normed=False, early=False
 @pytest.mark.parametrize(("group", "normed"), [(1, False), (4, True), (7, False)])
 def test_rows_of_every_kind(group, normed):
     """New cells alone, across the edge of a block, behind many splits; rows and tokens of padding."""
-    check(layer_of(group), [1, 0, 8, 1, 3], [1, 40, 70, 260, 64], normed=normed, pad_rows=2, pad_tokens=3)
+    most = 16 // group
+    check(layer_of(group), [1, 0, most, 1, min(3, most)], [1, 40, 70, 260, 64], normed=normed, pad_rows=2, pad_tokens=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,6 +99,24 @@ def test_a_row_does_not_depend_on_the_batch():
     assert torch.equal(attended(case, layer, qkv, [0, 4, 0, 0], lengths)[:4], beside[1:5])
 
 
+def test_the_backend_takes_what_it_serves():
+    """And nothing else: 8-bit cells, deterministic steps."""
+    layer = layer_of(4)
+    case = make_case(layer, [1, 2], [70, 9], dtype=torch.bfloat16, device=str(DEVICE))
+    step = dataclasses.replace(case.step, most_tokens=2)
+    qkv = torch.randn(3, layer.n_heads + 2 * layer.n_kv_heads, 64).bfloat16().to(DEVICE)
+    rope = torch.rand(CONTEXT, 64, device=DEVICE), step.positions
+    given = layer, qkv, rope, None, case.k_cache, case.v_cache, step, 0
+    backend = TritonRagged(DEVICE, torch.bfloat16, INTERPRETER, 1 << 20)
+    assert isinstance(backend, ProjectedBackend)
+    first, again = backend.projected(*given, None, False), backend.projected(*given, None, True)
+    assert torch.equal(first, again) and first.isfinite().all() and first.any()
+    scales = KVScales(case.k_cache, case.v_cache)
+    assert backend.projected(*given, scales, False) is None
+    assert TritonRagged(DEVICE, torch.bfloat16, INTERPRETER, 1 << 20, fixed=True).projected(*given, None, False) is None
+    assert TritonRagged(DEVICE, torch.bfloat16, INTERPRETER, 1 << 12).projected(*given, None, False) is None
+
+
 @pytest.mark.parametrize("change", [dict(window=64), dict(softcap=5.0), dict(has_sinks=True), dict(head_dim=96)])
 def test_layers_that_others_serve(change):
     case = make_case(layer_of(2), [1], [20])
@@ -104,6 +126,6 @@ def test_layers_that_others_serve(change):
 def test_steps_that_others_serve():
     case = make_case(layer_of(2), [1] * 9, [20] * 9)
     assert short_launch(layer_of(2), case.step) is None
-    case = make_case(layer_of(2), [40], [40])
+    case = make_case(layer_of(2), [9], [40])
     assert short_launch(layer_of(2), case.step) is None
     assert short_launch(layer_of(2), dataclasses.replace(case.step, most_tokens=8)) is not None
