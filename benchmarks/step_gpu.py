@@ -117,7 +117,8 @@ class Lab:
             def run() -> None:
                 self.runner.run(padded, bucket)
         times = []
-        for _ in range(repeats + 3):
+        warm = min(repeats, 3)
+        for _ in range(repeats + warm):
             self.table.ints.copy_(saved)
             if rest:
                 torch.cuda.synchronize()
@@ -128,7 +129,7 @@ class Lab:
             end.record()
             times.append((start, end))
         torch.cuda.synchronize()
-        return statistics.median(s.elapsed_time(e) for s, e in times[3:]) / 1e3
+        return statistics.median(s.elapsed_time(e) for s, e in times[warm:]) / 1e3
 
     def limit(self, rows: list[Rows], read: float, multiply: float) -> float:
         """Seconds of the step at the device's rates (bytes a second, operations a second), one part after another:
