@@ -61,6 +61,7 @@ class Lease:
     flying: int = 0  # sum of the caps in flight
     away: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of pages that only the host has: `fetch`
     tail: Node | None = None  # the end of it, of which `fetch` makes a page of its own
+    tail_pins: set[int] = field(default_factory=set)  # groups whose page of the tail it pins
     arrives: int = NO_PLAN  # its pages may be read once the copies of this plan are done
     ahead: int = 0  # cells past lo that the steps in flight when it was settled may have fed, at most
     rested: int = -1  # length at which its state is kept in the page of the last cell; -1: where pages end
@@ -260,9 +261,14 @@ class Ledger:
         """Until `fetch` or `drop` the tail stays as it is."""
         lease.tail = tail
         self.tree.refer(tail)
+        self._pin_tail(lease, tail)
+
+    def _pin_tail(self, lease: Lease, tail: Node) -> None:
+        """Its pages on the device; there may be more of them since another sequence of the same ids gave up."""
         for g in self._groups:
-            if tail.pages[g] != NULL_PAGE:
+            if tail.pages[g] != NULL_PAGE and g not in lease.tail_pins:
                 self.tree.pin(tail, g)
+                lease.tail_pins.add(g)
 
     def _let_tail_go(self, lease: Lease, used: bool) -> None:
         """`used`: its sequence has a page of its own now, and will leave another tail."""
@@ -271,9 +277,9 @@ class Ledger:
             return
         if used:
             self.tree.supersede(tail)
-        for g in self._groups:
-            if tail.pages[g] != NULL_PAGE:
-                self.tree.unpin(tail, g)
+        for g in lease.tail_pins:
+            self.tree.unpin(tail, g)
+        lease.tail_pins.clear()
         self.tree.unrefer(tail)
 
     def fetch(self, lease: Lease) -> bool:
@@ -285,6 +291,7 @@ class Ledger:
             return True
         needed = [(lease.nodes[i], g) for g, i in lease.away]
         if tail is not None:
+            self._pin_tail(lease, tail)
             needed += [(tail, g) for g in self._groups if tail.pages[g] == NULL_PAGE]
         if self.tier is None or any(node.saved[g] == NULL_PAGE for node, g in needed):  # forgotten meanwhile
             return False

@@ -280,6 +280,31 @@ def test_the_end_of_a_sequence_that_gives_way_is_found_too(windows, on_host: boo
     assert not ledger.tree._roots
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+@pytest.mark.parametrize("then", ["goes on", "gives up"])
+def test_the_end_of_a_sequence_comes_to_the_device_while_another_one_waits_for_it(windows, then: str):
+    """A session and a branch of as many ids: the one will go on and waits for its last page from the host, when the
+    other, idle one gives up its pages, for want of which it waits."""
+    n = len(windows)
+    ledger = ledger_of((12,) * n, (12,) * n, windows)
+    tokens = text(0, 10)
+    branch, lease = fed(ledger, tokens), fed(ledger, tokens)
+    ledger.give_up(lease, tokens)
+    while any(any(node.pages) for node in ledger.tree.nodes() if len(node.key) < PAGE):
+        assert ledger._evict(0)
+    lease = ledger.adopt(tokens, 10, 150)
+    assert lease.lo == 10 and lease.tail is not None and not any(lease.tail.pages)
+    ledger.give_up(branch, tokens)
+    assert all(lease.tail.pages)
+    if then == "goes on":
+        assert ledger.fetch(lease) and len(lease.pages[0]) == 3
+        audit(ledger, [lease])
+    ledger.drop(lease)
+    audit(ledger, [])
+    ledger.flush()
+    assert [len(free) for free in ledger.free] == [12] * n and not ledger.tree._roots
+
+
 def test_a_flush_forgets_the_copies_too():
     ledger = ledger_of()
     for first in (0, 100, 200):
