@@ -21,9 +21,6 @@ class Blocks:
     piece: int = 64  # columns that one thread asks for at a time; `ahead` is a multiple
     askers: int = 0  # tiles whose programs ask, for others as well; 0: each asks for its own
     reach: int = 0  # tiles asked for in all; 0: all
-    pause: int = 0  # nanoseconds between two turns of asking
-    delay: int = 0  # nanoseconds before asking
-    keep: bool = False  # what is asked for is evicted last
     early: bool = False  # the first columns of W are loaded before the launch before has ended
 
 

@@ -16,35 +16,20 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
-def ask_for(pointers, wanted, size, KEEP: tl.constexpr):
+def ask_for(pointers, wanted, size):
     """Where `wanted` (int32) is not 0, has `size` bytes (a multiple of 16) from each pointer on brought to the
     second-level cache; waits for nothing. sm_90 and up. One element for each thread of the program, or a multiple of
-    that. KEEP: to be evicted last."""
-    sizes = tl.zeros_like(wanted) + size
-    if KEEP:
-        tl.inline_asm_elementwise(
-            "{.reg .pred p; .reg .b64 policy; mov.b64 policy, 0x14F0000000000000; setp.ne.s32 p, $3, 0;"
-            " @p cp.async.bulk.prefetch.L2.global.L2::cache_hint [$1], $2, policy; mov.u32 $0, 0;}",
-            "=r,l,r,r", [pointers, sizes, wanted], dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
-            "=r,l,r,r", [pointers, sizes, wanted], dtype=tl.int32, is_pure=False, pack=1)
+    that."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
+        "=r,l,r,r", [pointers, tl.zeros_like(wanted) + size, wanted], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def rest(ns):
-    """Stands still for up to 2 * ns nanoseconds."""
-    tl.inline_asm_elementwise("nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [ns], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def ask_rows(w, row, stride, columns, piece, pause, ROWS: tl.constexpr, THREADS: tl.constexpr, KEEP: tl.constexpr):
+def ask_rows(w, row, stride, columns, piece, ROWS: tl.constexpr, THREADS: tl.constexpr):
     """Asks for the first `columns` columns of ROWS rows of W from `row` on, `piece` of them at a time."""
     pieces = ROWS * (columns // piece)
     for start in tl.range(0, pieces, THREADS):
         i = start + tl.arange(0, THREADS)
         at = w + (row + i % ROWS).to(tl.int64) * stride + i // ROWS * piece
-        ask_for(at, (i < pieces).to(tl.int32), piece * (w.dtype.element_ty.primitive_bitwidth // 8), KEEP)
-        if pause > 0:
-            rest(pause)
+        ask_for(at, (i < pieces).to(tl.int32), piece * (w.dtype.element_ty.primitive_bitwidth // 8))

@@ -17,9 +17,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto.ops.blocks import Blocks
-from stretto.ops.triton_launch import ask_for, ask_rows, rest
+from stretto.ops.triton_launch import ask_rows
 
-ASKED = ("ahead", "piece", "askers", "tiles", "pause", "delay", "more_pieces")  # what a launch asks for varies
+ASKED = ("ahead", "piece", "askers", "tiles")  # what a launch asks for varies
 
 
 @triton.jit
@@ -28,34 +28,24 @@ def _silu(x):
 
 
 @triton.jit
-def _ask(w, tile, inputs, n, ahead, piece, askers, tiles, pause, delay, more, more_pieces, BN: tl.constexpr,
-         GATED: tl.constexpr, KEEP: tl.constexpr, THREADS: tl.constexpr):
+def _ask(w, tile, inputs, n, ahead, piece, askers, tiles, BN: tl.constexpr, GATED: tl.constexpr, THREADS: tl.constexpr):
     """The programs of the first `askers` tiles ask for the first `ahead` columns of the tiles tile, tile + askers, ...
     Lets the launch after start before."""
     tl.extra.cuda.gdc_launch_dependents()
     if tile < askers:
-        if delay > 0:
-            for _ in tl.range(0, delay, 1000):
-                rest(1000)
         for t in tl.range(tile, tiles, askers):
-            ask_rows(w, t * BN, inputs, ahead, piece, pause, BN, THREADS, KEEP)
+            ask_rows(w, t * BN, inputs, ahead, piece, BN, THREADS)
             if GATED:
-                ask_rows(w, n + t * BN, inputs, ahead, piece, pause, BN, THREADS, KEEP)
-        if more_pieces > 0:
-            for start in tl.range(tile * THREADS, more_pieces, askers * THREADS):
-                i = start + tl.arange(0, THREADS)
-                ask_for(more + i.to(tl.int64) * piece, (i < more_pieces).to(tl.int32), piece * 2, KEEP)
-                if pause > 0:
-                    rest(pause)
+                ask_rows(w, n + t * BN, inputs, ahead, piece, BN, THREADS)
 
 
 @triton.jit
-def _start(w, tile, inputs, n, ahead, piece, askers, tiles, pause, delay, more, more_pieces, BN: tl.constexpr,
-           GATED: tl.constexpr, KEEP: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr):
+def _start(w, tile, inputs, n, ahead, piece, askers, tiles, BN: tl.constexpr, GATED: tl.constexpr,
+           THREADS: tl.constexpr, PDL: tl.constexpr):
     """Asks for weights, then waits for the launch before; what is written before this launch may be read from here
     on."""
     if PDL:
-        _ask(w, tile, inputs, n, ahead, piece, askers, tiles, pause, delay, more, more_pieces, BN, GATED, KEEP, THREADS)
+        _ask(w, tile, inputs, n, ahead, piece, askers, tiles, BN, GATED, THREADS)
         tl.extra.cuda.gdc_wait()
 
 
@@ -80,10 +70,9 @@ def _multiply(acc, acc_up, squares, a, a_up, x, norm, BN: tl.constexpr, BK: tl.c
 
 
 @triton.jit(do_not_specialize=["eps", *ASKED])
-def one_row_kernel(x, w, norm, bias, out, more, n, inputs, eps, ahead, piece, askers, tiles, pause, delay, more_pieces,
-                   BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr, NORM: tl.constexpr,
-                   BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, THREADS: tl.constexpr,
-                   PDL: tl.constexpr):
+def one_row_kernel(x, w, norm, bias, out, n, inputs, eps, ahead, piece, askers, tiles, BN: tl.constexpr,
+                   BK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+                   ADD: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr):
     """out[n] (+)= W[n, inputs] x, in float32. NORM: x is RMS-normed first. GATED: silu(first half) * second half.
 
     The first block of W is read before the wait, each further one before the block before it is multiplied."""
@@ -92,8 +81,7 @@ def one_row_kernel(x, w, norm, bias, out, more, n, inputs, eps, ahead, piece, as
     at = w + rows.to(tl.int64)[:, None] * inputs + k[None, :]
     up = at + n.to(tl.int64) * inputs
     if PDL:
-        _ask(w, tl.program_id(0), inputs, n, ahead, piece, askers, tiles, pause, delay, more, more_pieces, BN, GATED,
-             KEEP, THREADS)
+        _ask(w, tl.program_id(0), inputs, n, ahead, piece, askers, tiles, BN, GATED, THREADS)
     a = tl.load(at, eviction_policy="evict_first")
     a_up = a
     if GATED:
@@ -132,14 +120,12 @@ def one_row_kernel(x, w, norm, bias, out, more, n, inputs, eps, ahead, piece, as
 
 
 @triton.jit(do_not_specialize=["eps", *ASKED])
-def one_row_pipelined_kernel(x, w, norm, bias, out, more, n, inputs, eps, ahead, piece, askers, tiles, pause, delay,
-                             more_pieces, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr,
-                             NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-                             THREADS: tl.constexpr, PDL: tl.constexpr):
+def one_row_pipelined_kernel(x, w, norm, bias, out, n, inputs, eps, ahead, piece, askers, tiles, BN: tl.constexpr,
+                             BK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+                             GATED: tl.constexpr, ADD: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr):
     """The same, its blocks through a pipeline of shared memory that starts after the wait."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    _start(w, tl.program_id(0), inputs, n, ahead, piece, askers, tiles, pause, delay, more, more_pieces, BN, GATED,
-           KEEP, THREADS, PDL)
+    _start(w, tl.program_id(0), inputs, n, ahead, piece, askers, tiles, BN, GATED, THREADS, PDL)
     k = tl.arange(0, BK)
     at = w + rows.to(tl.int64)[:, None] * inputs + k[None, :]
     up = at + n.to(tl.int64) * inputs
@@ -192,11 +178,11 @@ def _finish(acc, bias, out, tokens, rows, m, n, BIAS: tl.constexpr, ADD: tl.cons
 
 
 @triton.jit(do_not_specialize=["m", *ASKED])
-def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, more, m, n, inputs, x_stride, ahead, piece,
-                    askers, tiles, pause, delay, more_pieces, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                    SPLIT: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr, BIAS: tl.constexpr,
-                    GATED: tl.constexpr, ADD: tl.constexpr, COPIES: tl.constexpr, EARLY: tl.constexpr,
-                    THREADS: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, m, n, inputs, x_stride, ahead, piece,
+                    askers, tiles, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+                    STAGES: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+                    COPIES: tl.constexpr, EARLY: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+                    PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """out[m, n] (+)= x[m, inputs] W^T for m <= BM. The weights are the left operand: tiles [BN, BK] x [BK, BM].
 
     SPLIT programs share the inputs of a tile of outputs; the last to arrive adds their sums, in order of the parts.
@@ -213,8 +199,7 @@ def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, more, 
     acc = tl.zeros((BN, BM), tl.float32)
     acc_up = tl.zeros((BN, BM), tl.float32)
     if PDL:
-        _ask(w + part * each, tile, inputs, n, ahead, piece, askers, tiles, pause, delay, more, more_pieces, BN, GATED,
-             KEEP, THREADS)
+        _ask(w + part * each, tile, inputs, n, ahead, piece, askers, tiles, BN, GATED, THREADS)
     begin: tl.constexpr = BK if EARLY else 0
     if EARLY:  # the first block of W, before the wait
         a = tl.load(at, eviction_policy="evict_first")
@@ -262,23 +247,21 @@ def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, more, 
 INTERPRETED = isinstance(one_row_kernel, InterpretedFunction)
 
 
-def asked(blocks: Blocks, n: int, more: torch.Tensor | None) -> tuple[int, ...]:
+def asked(blocks: Blocks, n: int) -> tuple[int, int, int, int]:
     """The kernels' arguments named in ASKED."""
     tiles = n // blocks.outputs
-    pieces = 0 if more is None else more.numel() // blocks.piece
-    return (blocks.ahead, blocks.piece, blocks.askers or tiles, blocks.reach or tiles, blocks.pause, blocks.delay,
-            pieces)
+    return blocks.ahead, blocks.piece, blocks.askers or tiles, blocks.reach or tiles
 
 
 def launch_one_row(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: Blocks, pdl: bool,
                    norm: torch.Tensor | None = None, eps: float = 0.0, bias: torch.Tensor | None = None,
-                   gated: bool = False, add: bool = False, more: torch.Tensor | None = None) -> None:
+                   gated: bool = False, add: bool = False) -> None:
     """x [1, inputs], w [outputs (twice if gated), inputs], out [1, outputs], all contiguous."""
     n, inputs = out.shape[1], x.shape[1]
     kernel = one_row_kernel if blocks.stages == 1 else one_row_pipelined_kernel
     kernel[(n // blocks.outputs,)](
-        x, w, x if norm is None else norm, x if bias is None else bias, out, x if more is None else more, n, inputs,
-        eps, *asked(blocks, n, more), BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages, KEEP=blocks.keep,
+        x, w, x if norm is None else norm, x if bias is None else bias, out, n, inputs, eps,
+        *asked(blocks, n), BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages,
         NORM=norm is not None, BIAS=bias is not None, GATED=gated, ADD=add, THREADS=32 * blocks.warps, PDL=pdl,
         num_warps=blocks.warps,
         **({"launch_pdl": True} if pdl else {}))
@@ -286,7 +269,7 @@ def launch_one_row(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: 
 
 def launch_few_rows(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: Blocks, pdl: bool,
                     arrivals: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False,
-                    add: bool = False, more: torch.Tensor | None = None) -> None:
+                    add: bool = False) -> None:
     """x [m, inputs] with contiguous rows (a multiple of 16 bytes apart, where tiles are copied), w [outputs (twice if
     gated), inputs] and out [m, outputs] contiguous. arrivals: zeros, int32, one a tile of outputs; they are zeros again
     afterwards."""
@@ -296,9 +279,9 @@ def launch_few_rows(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks:
     tiles = (TensorDescriptor.from_tensor(x, [tokens, blocks.columns]),
              TensorDescriptor.from_tensor(w, [blocks.outputs, blocks.columns])) if blocks.copies else (x, w)
     few_rows_kernel[(n // blocks.outputs, split)](
-        x, w, *tiles, x if bias is None else bias, out, partial, arrivals, x if more is None else more, m, n, inputs,
-        x.stride(0), *asked(blocks, n, more), BM=tokens, BN=blocks.outputs, BK=blocks.columns, SPLIT=split,
-        STAGES=blocks.stages, KEEP=blocks.keep, BIAS=bias is not None, GATED=gated, ADD=add, COPIES=blocks.copies,
+        x, w, *tiles, x if bias is None else bias, out, partial, arrivals, m, n, inputs,
+        x.stride(0), *asked(blocks, n), BM=tokens, BN=blocks.outputs, BK=blocks.columns, SPLIT=split,
+        STAGES=blocks.stages, BIAS=bias is not None, GATED=gated, ADD=add, COPIES=blocks.copies,
         EARLY=blocks.early, THREADS=32 * blocks.warps, PDL=pdl,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         UPCAST=INTERPRETED and x.dtype == torch.bfloat16, num_warps=blocks.warps,

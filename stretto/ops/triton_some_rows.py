@@ -16,15 +16,14 @@ from stretto.ops.triton_skinny import ASKED, INTERPRETED, _dot, _silu, _start, a
 
 
 @triton.jit(do_not_specialize=["m", *ASKED])
-def some_rows_kernel(x_tiles, w_tiles, w, bias, out, m, n, inputs, ahead, piece, askers, tiles, pause, delay,
-                     more_pieces, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-                     KEEP: tl.constexpr, BIAS: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
-                     PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def some_rows_kernel(x_tiles, w_tiles, w, bias, out, m, n, inputs, ahead, piece, askers, tiles, BM: tl.constexpr,
+                     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
+                     THREADS: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """out[m, n] = silu(first half) * second half of x[m, inputs] W^T, for m <= BM. `x_tiles` [BM, BK] and `w_tiles`
     [BN, BK] are descriptors of x and w."""
     tile = tl.program_id(0)
     columns = tile * BN + tl.arange(0, BN)
-    _start(w, tile, inputs, n, ahead, piece, askers, tiles, pause, delay, w, more_pieces, BN, True, KEEP, THREADS, PDL)
+    _start(w, tile, inputs, n, ahead, piece, askers, tiles, BN, True, THREADS, PDL)
     tokens = tl.arange(0, BM)
     acc = tl.zeros((BM, BN), tl.float32)
     acc_up = tl.zeros((BM, BN), tl.float32)
@@ -47,8 +46,8 @@ def launch_some_rows(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks
     some_rows_kernel[(n // blocks.outputs,)](
         TensorDescriptor.from_tensor(x, [tokens, blocks.columns]),
         TensorDescriptor.from_tensor(w, [blocks.outputs, blocks.columns]), w, x if bias is None else bias, out, m, n,
-        inputs, *asked(blocks, n, None), BM=tokens, BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages,
-        KEEP=blocks.keep, BIAS=bias is not None, THREADS=32 * blocks.warps, PDL=pdl,
+        inputs, *asked(blocks, n), BM=tokens, BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages,
+        BIAS=bias is not None, THREADS=32 * blocks.warps, PDL=pdl,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         UPCAST=INTERPRETED and x.dtype == torch.bfloat16, num_warps=blocks.warps,
         **({"launch_pdl": True} if pdl else {}))

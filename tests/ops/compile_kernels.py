@@ -34,7 +34,7 @@ from stretto.ops import (
 from stretto.ops.packed import Layout, Packed
 
 DATA = ("x", "w", "norm", "bias", "out", "weight", "gate_up", "q_weight", "k_weight", "k_cache", "v_cache",
-        "x_tiles", "w_tiles", "more")
+        "x_tiles", "w_tiles")
 FLOATS = ("table", "reals", "logits", "values", "partial")
 LONGS = ("positions", "cells", "slots", "ids", "sampled", "token_rows", "out_tokens", "out_rows", "offered")
 INTS = ("rows", "ints", "base", "q_len", "kv_len", "n_out", "cu_q", "cu_out", "log", "arrivals", "step_n_out", "stops",
@@ -113,11 +113,12 @@ def packed_kernels(arch: int, pdl: bool):
         few = dict(GROUP=group, BIAS=True, ADD=True, BM=64, BN=blocks.outputs, PARTS=blocks.parts, STAGES=blocks.stages,
                    PDL=pdl, UPCAST=False)
         if kind == "int4":
-            kernel, more = triton_packed.few_nibbles_kernel, dict(FLUSH=32)
+            kernel = triton_packed.few_nibbles_kernel
+            more = dict(SPLIT=blocks.split, ASM=triton_packed.CONVERSION[False])
         else:
             kernel, more = triton_packed.few_bytes_kernel, dict(OFFSETS=False, ROW_SCALES=False, PART=blocks.part)
         yield f"{kind} by few rows", build(kernel, few | more, blocks.warps, arch,
-                                           types | {"scales": "*fp32", "offsets": "*fp32"})
+                                           types | {"scales": "*fp32", "offsets": "*fp32", "partial": "*fp32"})
     if arch >= 89:
         yield "write of 8-bit cells", build(
             triton_kv_write._write_fp8_kernel, dict(PAGE=16, HEADS=8, D=128, BLOCK=128), 1, arch,
@@ -130,7 +131,7 @@ def skinny_kernels(arch: int, pdl: bool):
         blocks = skinny.one_row_blocks(outputs, inputs, gated)
         yield f"one row of {inputs} to {outputs}", build(
             triton_skinny.one_row_kernel,
-            options | dict(BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages, KEEP=blocks.keep,
+            options | dict(BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages,
                            THREADS=32 * blocks.warps, NORM=True, GATED=gated), blocks.warps, arch, {})
         for rows in (16, 64):
             blocks = skinny.few_rows_blocks(rows, outputs, inputs, gated, SHARED[arch])
@@ -139,7 +140,7 @@ def skinny_kernels(arch: int, pdl: bool):
             yield f"{rows} rows of {inputs} to {outputs}", build(
                 triton_skinny.few_rows_kernel,
                 options | dict(BM=rows, BN=blocks.outputs, BK=blocks.columns, SPLIT=blocks.split, GATED=gated,
-                               COPIES=False, EARLY=True, STAGES=blocks.stages, KEEP=True, THREADS=32 * blocks.warps,
+                               COPIES=False, EARLY=True, STAGES=blocks.stages, THREADS=32 * blocks.warps,
                                PRECISION="tf32", UPCAST=False), blocks.warps, arch, {})
 
 
@@ -161,10 +162,10 @@ def tile_kernels(arch: int, pdl: bool):
         yield f"fixed tiles of {rows} rows", build(triton_fixed.fixed_tiles_kernel, sizes, rows // 16, arch,
                                                    tiles(sizes))
     for rows in (16, 64):
-        sizes = dict(BM=rows, BN=64, BK=128, SPLIT=2, STAGES=4, KEEP=False, THREADS=128, BIAS=True, GATED=False,
+        sizes = dict(BM=rows, BN=64, BK=128, SPLIT=2, STAGES=4, THREADS=128, BIAS=True, GATED=False,
                      ADD=True, COPIES=True, EARLY=False, PDL=pdl, PRECISION="tf32", UPCAST=False)
         yield f"few rows, {rows}, copied", build(triton_skinny.few_rows_kernel, sizes, 4, arch, tiles(sizes))
-    sizes = dict(BM=128, BN=128, BK=64, STAGES=4, KEEP=False, THREADS=256, BIAS=True, PDL=pdl, PRECISION="tf32",
+    sizes = dict(BM=128, BN=128, BK=64, STAGES=4, THREADS=256, BIAS=True, PDL=pdl, PRECISION="tf32",
                  UPCAST=False)
     yield "some rows, gated", build(triton_some_rows.some_rows_kernel, sizes, 8, arch, tiles(sizes))
 
@@ -204,6 +205,10 @@ def draft_kernels(arch: int, pdl: bool):
     yield "items of an extension", build(
         triton_draft.extension_items_kernel, sizes | dict(ROWS=256, ITEMS=128), 4, arch,
         table | {"stands": "*i32", "rows_out": "*i64", "cell_out": "*i64", "sources": "*i64"})
+    wide = {name: "*i64" for name in ("owners", "rows", "wide_owners", "wide_positions")}
+    wide |= {name: "*i32" for name in ("counts", "wide_base", "wide_kv_len", "ones", "wide_starts")}
+    yield "block", build(triton_draft.block_kernel, dict(SIZE=8, COPIES=2, PAGE=16, ITEMS=128, PDL=pdl), 4, arch,
+                         table | wide)
     yield "steps ahead", build(triton_draft.ahead_kernel, sizes | dict(ITEMS=128), 4, arch,
                                table | {"owners": "*i64", "ones": "*i32", "rows": "*i64"})
 
