@@ -140,7 +140,7 @@ def skinny_kernels(arch: int, pdl: bool):
             yield f"{rows} rows of {inputs} to {outputs}", build(
                 triton_skinny.few_rows_kernel,
                 options | dict(BM=rows, BN=blocks.outputs, BK=blocks.columns, SPLIT=blocks.split, GATED=gated,
-                               COPIES=False, EARLY=True, STAGES=blocks.stages, THREADS=32 * blocks.warps,
+                               COPIES=False, EARLY=blocks.early, STAGES=blocks.stages, THREADS=32 * blocks.warps,
                                PRECISION="tf32", UPCAST=False), blocks.warps, arch, {})
 
 
