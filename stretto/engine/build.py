@@ -322,8 +322,18 @@ def host_limits(resolved: Resolved, eos: frozenset[int], drafter: HostDrafter | 
         host_pages=resolved.host_pages, page_bytes=resolved.page_bytes, prefix_cache=resolved.prefix_caching,
         state_every=resolved.state_every,
         eos_token_ids=eos, strict="PYTEST_VERSION" in os.environ, drafter=drafter,
-        check_processor=processors.check if processors is not None else None,
+        check_processor=processors.check if processors is not None else None, step_clock=_step_clock(resolved),
         seeds=random.SystemRandom() if resolved.seed is None else random.Random(resolved.seed))
+
+
+def _step_clock(resolved: Resolved) -> Callable[[], float]:
+    """On a CPU that others may use as well, what a step costs is how long it works, not how long it waits for its turn:
+    that differs from one moment to the next, and not from one kind of step to another. A goal for latency is in seconds
+    of the clock."""
+    if resolved.device != "cpu" or resolved.config.schedule.slo_itl_ms is not None:
+        return time.monotonic
+    threads = torch.get_num_threads()
+    return lambda: time.process_time() / threads
 
 
 def text_streams(tokenizer: Tokenizer) -> Callable[[SamplingParams], IncrementalText]:

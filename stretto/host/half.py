@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -61,7 +62,7 @@ class HostHalf:
         self.ledger = Ledger(limits, self._ops)
         self.slots = Slots(limits.max_slots, self._ops)
         self.queue, self._live = Queue(), Live()
-        self._clock = StepClock(limits.clock)
+        self._clock = StepClock(limits.step_clock)
         self._intake = Intake(limits, text_stream, grammars)
         self.sessions = Sessions(limits, self.ledger, self.slots, self.queue, self._live, self._intake, self._ops,
                                  self.counters)
@@ -219,7 +220,8 @@ class HostHalf:
         seconds = self._clock.ended(result.seq)
         outputs = self.take_outputs() + self.results.process(result)
         if self.limits.elastic is not None:
-            self.limits.elastic.ran(result, max(seconds, result.seconds))
+            told = result.seconds if self.limits.step_clock is time.monotonic else 0.0
+            self.limits.elastic.ran(result, max(seconds, told))
         self._check()
         return outputs
 

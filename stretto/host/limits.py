@@ -55,6 +55,7 @@ class HostLimits:
     session_ttl: float = 3600.0  # seconds idle until a session closes, unless it was opened with its own
     session_queue: int = 8  # turns that may wait behind a session's live one
     clock: Callable[[], float] = time.monotonic  # of idle sessions
+    step_clock: Callable[[], float] = time.monotonic  # by which `elastic` knows what steps cost
 
     def __post_init__(self) -> None:
         self._check_positive()
