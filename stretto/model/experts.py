@@ -81,7 +81,7 @@ class PackedExperts:
         """`order`: which row of an expert comes at each place, of its biases as well; None: as they are."""
         self._n_experts, self._weight, self._bias, self._order, self.fixed = n_experts, weight, bias, order, w.fixed
         self._matrices: list[Matrix] | None = None
-        w.multiplied([weight], scratch=False)
+        w.multiplied([weight], experts=True)
         w.then(self._prepare)
 
     def _prepare(self) -> None:

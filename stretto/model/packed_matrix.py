@@ -74,14 +74,16 @@ def _by_eight_bits(weight: Packed) -> bool:
     return layout.eight_bit_inputs and layout.group == weight.inputs and weight.scales.dtype is torch.float32
 
 
-def matrix_bytes(weight: Packed, device: str) -> tuple[int, int]:
+def matrix_bytes(weight: Packed, device: str, experts: bool = False) -> tuple[int, int]:
     """What `packed_matrix` of it keeps on a device of this type, and what a product takes beside that for its length:
-    the matrix in 16 bits, on CUDA."""
+    the matrix in 16 bits, on CUDA. `experts`: what is kept of matrices of experts, which take nothing."""
     layout, numbers = weight.layout, weight.numel()
     if device == "cuda":
         pairs = 2 if layout.bits == 8 and layout.offsets else 1  # of 4 bits a scale and an offset are one number
         kept = weight.codes.nbytes + 4 * pairs * (numbers // layout.group)
-        return kept, 0 if _by_eight_bits(weight) else 2 * numbers
+        if experts:
+            return kept, 0
+        return kept + 4 * (weight.outputs // ROWS), 0 if _by_eight_bits(weight) else 2 * numbers
     if layout.kind == "int8" and layout.group == weight.inputs and not layout.offsets:
         return weight.nbytes, 0
     group = _cpu_group(layout, weight.inputs)
@@ -167,6 +169,7 @@ class PackedCudaMatrix:
 
     def __init__(self, weight: Packed, bias: torch.Tensor | None = None):
         self._weight, self._bias = weight.by_groups(), bias
+        self._arrivals = torch.zeros(weight.outputs // ROWS, dtype=torch.int32, device=weight.codes.device)
         self._most = FEW if weight.numel() <= SMALL else MOST_ROWS
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +196,8 @@ class PackedCudaMatrix:
     def _few(self, x: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
         from stretto.ops.triton_packed import launch_few_rows
 
-        launch_few_rows(x if x.stride(1) == 1 else x.contiguous(), self._weight, out, self._bias, add)
+        launch_few_rows(x if x.stride(1) == 1 else x.contiguous(), self._weight, out, self._bias, add,
+                        arrivals=self._arrivals)
 
     def _many(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from stretto.ops.triton_packed import launch_dequantize

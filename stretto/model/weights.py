@@ -195,15 +195,15 @@ class Weights:
             raise WeightError("the checkpoint does not fit its config: " + "; ".join(parts))
 
     def multiplied(self, weights: Sequence[torch.Tensor | Packed], elsewhere: bool = False,
-                   scratch: bool = True) -> None:
-        """Notes that each of these that is packed becomes a `packed_matrix`. `elsewhere`: and stays what it is for
-        others. `scratch`: a product may need room beside it."""
+                   experts: bool = False) -> None:
+        """Notes that each of these that is packed becomes a `packed_matrix`, or those of experts. `elsewhere`: and
+        stays what it is for others."""
         for weight in weights:
             if isinstance(weight, Packed):
-                kept, room = matrix_bytes(weight, self.kernels)
+                kept, scratch = matrix_bytes(weight, self.kernels, experts)
                 shared = weight.codes.nbytes if self.kernels == "cuda" else 0
                 self._added += kept - (shared if elsewhere else weight.nbytes)
-                self.scratch_bytes = max(self.scratch_bytes, room if scratch else 0)
+                self.scratch_bytes = max(self.scratch_bytes, scratch)
 
     @property
     def nbytes(self) -> int:

@@ -22,6 +22,12 @@ def shared_memory(device: torch.device) -> int:
     return kib.get(torch.cuda.get_device_capability(device), 99) * 1024
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def dependent(device: torch.device) -> dict[str, bool]:
     """Launch options of a kernel that waits by itself."""
     return {"launch_pdl": True} if overlaps(device) else {}

@@ -1,12 +1,9 @@
 """Triton kernels for weights that stay packed (`packed.py`): times few rows, times the rows of experts, made into
 numbers again, and the rounding of rows to e4m3. Imported only where they are going to run.
 
-Few rows only stream the weights, so little may be done to each number. Codes are multiplied as they are, and the sums
-of a group by its scale; an offset of a group is multiplied by the sum of its inputs. Four bits become a 16-bit number
-by being put below a constant that makes it 128 + code (bfloat16) or 1024 + code (float16); the constant is taken out
-with the offset:
-
-    out = sum over groups of   scale * (numbers x)  +  (offset - scale * (8 + constant)) * sum(x)
+Few rows only stream the weights, so little may be done to each number. Codes of 8 bits are multiplied as they are, and
+the sums of a group by its scale; an offset of a group is multiplied by the sum of its inputs. Codes of 4 bits become
+numbers two at a time (`_conversion`), rounded as if the matrix had been dequantised.
 
 The order of summing an output is the same whatever the rows beside it.
 """
@@ -21,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-from stretto.ops.launch import dependent, overlaps, shared_memory
+from stretto.ops.launch import dependent, multiprocessors, overlaps, shared_memory
 from stretto.ops.packed import BLOCK, ByGroups, Packed
 from stretto.ops.triton_dot import dot
 from stretto.ops.triton_fp8 import rounded
@@ -37,14 +34,15 @@ STAGES = 4
 
 @dataclass(frozen=True)
 class Blocks:
-    """One launch: each program makes `outputs` outputs of every row, reading `parts` times `part` columns of W at a
-    time."""
+    """One launch: `split` programs share the columns of `outputs` outputs of every row, each reading `parts` times
+    `part` columns of W at a time."""
 
     outputs: int
     part: int
     parts: int
     stages: int
     warps: int
+    split: int = 1
 
 
 @triton.jit
@@ -59,23 +57,10 @@ def _number(code, FP4: tl.constexpr):
 
 
 @triton.jit
-def _above(code, DTYPE: tl.constexpr):
-    """Four bits as the 16-bit number that is larger by 128 (bfloat16) or 1024 (float16): no rounding, no conversion."""
-    MAGIC: tl.constexpr = 0x4300 if tl.bfloat16 == DTYPE else 0x6400
-    return (code.to(tl.int16) | MAGIC).to(DTYPE, bitcast=True)
-
-
-@triton.jit
 def _parts(pair, DTYPE: tl.constexpr):
     """(scale, offset) of pairs, both float32."""
     scale = (pair & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     return scale, (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _scale_and_offset(pairs, at, DTYPE: tl.constexpr):
-    """Of rows [BN], both float32."""
-    return _parts(tl.load(pairs + at), DTYPE)
 
 
 def _conversion(fp4: bool) -> str:
@@ -109,40 +94,71 @@ def _conversion(fp4: bool) -> str:
 CONVERSION = {fp4: _conversion(fp4) for fp4 in (False, True)}
 
 
+@triton.jit
+def _halves(both, low, high, DTYPE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr):
+    """Bytes of two codes, and the pairs (a scale, an offset) of the low and the high ones, which have the same shape or
+    are spread to it -> numbers of the low and of the high codes, rounded once."""
+    if ASM == "":
+        scale, offset = _parts(low, DTYPE)
+        first = _number(both & 15, FP4) * scale + offset
+        scale, offset = _parts(high, DTYPE)
+        second = _number(both >> 4, FP4) * scale + offset
+        return first.to(DTYPE), second.to(DTYPE)
+    else:
+        return tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [both, low, high],
+                                         dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+
+
+@triton.jit
+def _joined(acc, partial, arrivals, BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr):
+    """(whether this program is the last of its tile, then the sums of all of them, added in the order of their parts).
+    `arrivals` are left as they were found, 0."""
+    tile, part = tl.program_id(0), tl.program_id(1)
+    last = True
+    if SPLIT > 1:
+        inside = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        tl.store(partial + (tile * SPLIT + part) * (BN * BM) + inside, acc)
+        tl.debug_barrier()  # every thread's part stands before the arrival that announces it
+        last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            tl.store(arrivals + tile, 0)
+            acc = tl.zeros((BN, BM), tl.float32)
+            for s in tl.static_range(SPLIT):  # past the first-level cache, which misses what others wrote
+                acc += tl.load(partial + (tile * SPLIT + s) * (BN * BM) + inside, cache_modifier=".cg")
+    return last, acc
+
+
 @triton.jit(do_not_specialize=["m"])
-def few_nibbles_kernel(x, x_sums, codes, pairs, bias, out, m, n, inputs, x_stride, GROUP: tl.constexpr,
-                       FLUSH: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                       PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr):
-    """out[m, n] (+)= x[m, inputs] W^T for m <= BM, int4 codes. x_sums: `sums_kernel`'s, of FLUSH columns (0: of all).
-    pairs [groups, n] int32: a scale in the low 16 bits, an offset in the high ones. PARTS blocks of 64 columns in one
-    turn of the loop; sums are scaled every FLUSH columns, which lie in one group (0: at the end)."""
+def few_nibbles_kernel(x, codes, pairs, bias, out, partial, arrivals, m, n, inputs, x_stride, GROUP: tl.constexpr,
+                       BIAS: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
+                       SPLIT: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+                       UPCAST: tl.constexpr):
+    """out[m, n] (+)= x[m, inputs] W^T for m <= BM, int4 codes. pairs [groups, n] int32: a scale in the low 16 bits, an
+    offset in the high ones. PARTS blocks of 64 columns in one turn of the loop."""
     DTYPE: tl.constexpr = x.dtype.element_ty
-    ABOVE: tl.constexpr = 136.0 if tl.bfloat16 == DTYPE else 1032.0
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     tokens = tl.arange(0, BM)
     byte = tl.arange(0, HALF)
-    x_at = x + tl.minimum(tokens, m - 1)[None, :] * x_stride + byte[:, None]
+    x_at = x + tokens[None, :] * x_stride + byte[:, None]
     at = codes + rows.to(tl.int64)[:, None] * (inputs // 2) + byte[None, :]
-    acc = tl.zeros((BN, BM), tl.float32)
-    sums = tl.zeros((BN, BM), tl.float32)
+    real = (tokens < m)[None, :]
+    each = inputs // SPLIT
     begin(PDL)
-    for start in tl.range(0, inputs, 2 * HALF * PARTS, num_stages=STAGES):
+    acc = tl.zeros((BN, BM), tl.float32)
+    for turn in tl.range(0, each, 2 * HALF * PARTS, num_stages=STAGES):
         for part in tl.static_range(PARTS):
-            both = tl.load(at + (start // 2 + part * HALF))
-            for half in tl.static_range(2):
-                column = start + (2 * part + half) * HALF
-                b = tl.load(x_at + column)
-                code = both >> 4 if half == 1 else both & 15
-                sums = dot(_above(code, DTYPE), b, sums, "tf32", UPCAST)
-                if FLUSH > 0 and (2 * part + half + 1) * HALF % FLUSH == 0:
-                    scale, offset = _scale_and_offset(pairs, column // GROUP * n + rows, DTYPE)
-                    total = tl.load(x_sums + column // FLUSH * BM + tokens)
-                    acc += sums * scale[:, None] + (offset - ABOVE * scale)[:, None] * total[None, :]
-                    sums = tl.zeros((BN, BM), tl.float32)
-    if FLUSH == 0:
-        scale, offset = _scale_and_offset(pairs, rows, DTYPE)
-        acc = sums * scale[:, None] + (offset - ABOVE * scale)[:, None] * tl.load(x_sums + tokens)[None, :]
-    _store(acc, bias, out, tokens, rows, m, n, BIAS, ADD)
+            column = tl.program_id(1) * each + turn + part * 2 * HALF
+            both = tl.load(at + column // 2)
+            low = tl.load(pairs + (column // GROUP * n if GROUP > 0 else 0) + rows)
+            high = tl.load(pairs + ((column + HALF) // GROUP * n if GROUP > 0 else 0) + rows)
+            a = tl.load(x_at + column, mask=real, other=0.0)
+            b = tl.load(x_at + column + HALF, mask=real, other=0.0)
+            first, second = _halves(both, low[:, None], high[:, None], DTYPE, False, ASM)
+            acc = dot(first, a, acc, "tf32", UPCAST)
+            acc = dot(second, b, acc, "tf32", UPCAST)
+    last, acc = _joined(acc, partial, arrivals, BN, BM, SPLIT)
+    if last:
+        _store(acc, bias, out, tokens, rows, m, n, BIAS, ADD)
 
 
 @triton.jit
@@ -209,21 +225,6 @@ def few_bytes_kernel(x, x_sums, codes, scales, offsets, bias, row_scales, out, m
     _store(acc, bias, out, tokens, rows, m, n, BIAS, ADD)
 
 
-@triton.jit
-def _halves(both, low, high, DTYPE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr):
-    """Bytes [K, BN] of two codes, and the pairs (a scale, an offset) of their columns [BN] -> numbers of the low and of
-    the high codes, both [K, BN], rounded once."""
-    if ASM == "":
-        scale, offset = _parts(low, DTYPE)
-        first = _number(both & 15, FP4) * scale[None, :] + offset[None, :]
-        scale, offset = _parts(high, DTYPE)
-        second = _number(both >> 4, FP4) * scale[None, :] + offset[None, :]
-        return first.to(DTYPE), second.to(DTYPE)
-    else:
-        return tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [both, low[None, :], high[None, :]],
-                                         dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
-
-
 @triton.jit(do_not_specialize=["n_experts", "alpha", "limit"])
 def grouped_kernel(x, codes, scales, offsets, bias, bounds, rows_in, rows_out, out, n_experts, n, inputs, x_stride,
                    each, alpha, limit, NIBBLES: tl.constexpr, FP4: tl.constexpr, GROUP: tl.constexpr,
@@ -257,7 +258,7 @@ def grouped_kernel(x, codes, scales, offsets, bias, bounds, rows_in, rows_out, o
                     high = tl.load(of_rows + ((column + HALF) // GROUP * width if GROUP > 0 else 0))
                     a = tl.load(x_row + column + byte[None, :], mask=real[:, None], other=0.0)
                     b = tl.load(x_row + column + HALF + byte[None, :], mask=real[:, None], other=0.0)
-                    first_half, second_half = _halves(both, low, high, DTYPE, FP4, ASM)
+                    first_half, second_half = _halves(both, low[None, :], high[None, :], DTYPE, FP4, ASM)
                     acc = dot(a, first_half, acc, "tf32", UPCAST)
                     acc = dot(b, second_half, acc, "tf32", UPCAST)
         else:
@@ -292,7 +293,7 @@ def dequantize_kernel(codes, scales, offsets, out, n, inputs, NIBBLES: tl.conste
     last = tl.minimum(k, inputs - 1)
     at = (last // GROUP if GROUP > 0 else last * 0) * n + row
     if NIBBLES:
-        scale, offset = _scale_and_offset(scales, at, out.dtype.element_ty)
+        scale, offset = _parts(tl.load(scales + at), out.dtype.element_ty)
         number = number * scale + offset
     else:
         number = number * tl.load(scales + at)
@@ -316,22 +317,36 @@ def round_rows_kernel(x, out, scales, inputs, x_stride, BLOCK_K: tl.constexpr, P
 INTERPRETED = isinstance(few_bytes_kernel, InterpretedFunction)
 
 
-def blocks_for(weight: Packed | ByGroups, rows: int, itemsize: int, shared: int) -> Blocks:
+def blocks_for(weight: Packed | ByGroups, rows: int, itemsize: int, shared: int, programs: int = 132) -> Blocks:
     """What a program reads at a time is large, so that memory is never idle, and lies in one group part by part; with
-    the inputs of `rows` rows, of `itemsize` bytes each, it fits the `shared` memory of a program."""
+    the inputs of `rows` rows, of `itemsize` bytes each, it fits the `shared` memory of a program. `programs`: that run
+    at once, one on each multiprocessor."""
     group, inputs, bits = weight.layout.group, weight.inputs, weight.layout.bits
+    if bits == 4:
+        return _nibble_blocks(weight, rows, programs)
     outputs = 32 if weight.outputs % 32 == 0 else 16
 
     def room(part: int) -> int:
         """How many parts fit."""
         scales = 4 * (outputs + rows) * (2 if group < part else 1)
-        return (shared - 4096) // ((STAGES - 1) * (part * bits // 8 * outputs + part * rows * itemsize + scales))
+        return (shared - 4096) // ((STAGES - 1) * (part * outputs + part * rows * itemsize + scales))
 
-    least, sizes = (BLOCK, (BLOCK,)) if bits == 4 else (32, (32, 64, 128, 256))
-    part = max(p for p in sizes if p == least or (inputs % p == 0 and group % p == 0 and room(p)))
+    part = max(p for p in (32, 64, 128, 256) if p == 32 or (inputs % p == 0 and group % p == 0 and room(p)))
     parts = max(n for n in (1, 2, 4, 8, 16) if n == 1 or (n * part <= 512 and n <= room(part)
                                                           and inputs % (part * n) == 0))
     return Blocks(outputs, part, parts, STAGES, 4)
+
+
+def _nibble_blocks(weight: Packed | ByGroups, rows: int, programs: int) -> Blocks:
+    """A warp for each 16 outputs, so that none makes the numbers that another makes; several programs on each
+    multiprocessor, where there are few outputs by sharing columns."""
+    outputs = max(o for o in (16, 32, 64) if weight.outputs % o == 0)
+    blocks = weight.inputs // BLOCK
+    parts = max(p for p in (1, 2, 4) if blocks % p == 0 and (p == 1 or p * rows <= 64))
+    turns = blocks // parts
+    split = max(s for s in (1, 2, 4, 8) if turns % s == 0 and (s == 1 or (
+        s <= turns // 2 and weight.outputs // outputs * s <= 4 * programs)))
+    return Blocks(outputs, BLOCK, parts, STAGES, outputs // 16, split)
 
 
 def _shape(weight: Packed | ByGroups) -> dict:
@@ -341,23 +356,28 @@ def _shape(weight: Packed | ByGroups) -> dict:
 
 
 def launch_few_rows(x: torch.Tensor, weight: ByGroups, out: torch.Tensor, bias: torch.Tensor | None = None,
-                    add: bool = False, row_scales: torch.Tensor | None = None, blocks: Blocks | None = None) -> None:
+                    add: bool = False, row_scales: torch.Tensor | None = None, blocks: Blocks | None = None,
+                    arrivals: torch.Tensor | None = None) -> None:
     """x [m, inputs] with contiguous rows, m <= MOST_ROWS; out [m, outputs] contiguous. `row_scales` [m]: of e4m3.
-    Scales of int4 are of x's type. ValueError for fp4: only experts are."""
+    Scales of int4 are of x's type. `arrivals`: zeros, int32, one for each 16 outputs, and zeros again afterwards; None:
+    made anew. ValueError for fp4: only experts are."""
     if weight.layout.kind == "fp4":
         raise ValueError("fp4 weights are multiplied as experts only: use launch_grouped, or dequantise them")
-    (m, inputs), n, layout = x.shape, weight.outputs, weight.layout
-    shared = shared_memory(x.device) if x.is_cuda else 227 * 1024
-    blocks = blocks or blocks_for(weight, max(16, triton.next_power_of_2(m)), x.element_size(), shared)
+    (m, inputs), n, layout, device = x.shape, weight.outputs, weight.layout, x.device
     group, bm = 0 if layout.group == inputs else layout.group, max(16, triton.next_power_of_2(m))
+    shared, programs = (shared_memory(device), multiprocessors(device)) if x.is_cuda else (227 * 1024, 2)
+    blocks = blocks or blocks_for(weight, bm, x.element_size(), shared, programs)
     common = dict(GROUP=group, BIAS=bias is not None, ADD=add, BM=bm, BN=blocks.outputs, PARTS=blocks.parts,
-                  STAGES=blocks.stages, PDL=overlaps(x.device), UPCAST=INTERPRETED and x.dtype is not torch.float32,
-                  num_warps=blocks.warps, **dependent(x.device))
-    given, grid = x if bias is None else bias, (n // blocks.outputs,)
+                  STAGES=blocks.stages, PDL=overlaps(device), UPCAST=INTERPRETED and x.dtype is not torch.float32,
+                  num_warps=blocks.warps, **dependent(device))
+    given, grid = x if bias is None else bias, (n // blocks.outputs, blocks.split)
     if layout.bits == 4:
-        flush = min(group, BLOCK * blocks.parts)
-        few_nibbles_kernel[grid](x, _sums(x, flush or inputs, bm), weight.codes, weight.scales, given, out, m, n,
-                                 inputs, x.stride(0), FLUSH=flush, **common)
+        if arrivals is None:
+            arrivals = torch.zeros(n // 16, dtype=torch.int32, device=device)
+        partial = x if blocks.split == 1 else torch.empty(blocks.split * n * bm, dtype=torch.float32, device=device)
+        asm = CONVERSION[False] if x.dtype is torch.bfloat16 and not INTERPRETED else ""
+        few_nibbles_kernel[grid](x, weight.codes, weight.scales, given, out, partial, arrivals, m, n, inputs,
+                                 x.stride(0), SPLIT=blocks.split, ASM=asm, **common)
         return
     scales, offsets = weight.scales, weight.offsets
     sums = scales if offsets is None else _sums(x, blocks.part if group else inputs, bm)

@@ -21,6 +21,7 @@ from stretto.ops.packed import MOST_ROWS, Layout, Packed, pack4, unpack4
 from stretto.ops.triton_packed import (
     INTERPRETED,
     Blocks,
+    blocks_for,
     launch_dequantize,
     launch_few_rows,
     launch_grouped,
@@ -117,10 +118,21 @@ def test_fp4_is_for_experts():
 def test_rows_and_blocks(rows):
     """A row of more columns than inputs is one of several; each comes out alike alone."""
     weight, x = made(Layout("int4", 128, True), 64, 256, torch.float16), randn(rows, 512)[:, :256].to(DEVICE).half()
-    for blocks in (Blocks(16, 64, 1, 2, 2), Blocks(64, 64, 4, 4, 4)):  # a group longer and shorter than a turn
+    arrivals = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    for blocks in (Blocks(16, 64, 1, 2, 1), Blocks(64, 64, 4, 4, 4), Blocks(32, 64, 1, 2, 2, 4),
+                   Blocks(16, 64, 2, 2, 1, 2)):
         out = torch.empty(rows, 64, dtype=torch.float16, device=DEVICE)
-        launch_few_rows(x, weight.by_groups(), out, blocks=blocks)
+        launch_few_rows(x, weight.by_groups(), out, blocks=blocks, arrivals=arrivals)
         assert error(out, x.float() @ weight.dequantized(torch.float32).t()) < 1e-3
+        assert not arrivals.any(), "the counters are left as they were found"
+
+
+@pytest.mark.parametrize("outputs, inputs, rows", [(4096, 4096, 16), (28672, 4096, 16), (576, 1536, 32), (48, 192, 64)])
+def test_blocks_cover_a_matrix(outputs, inputs, rows):
+    weight = Packed.empty(Layout("int4", 32), outputs, inputs, torch.bfloat16, torch.device("meta"))
+    blocks = blocks_for(weight, rows, 2, 227 * 1024)
+    assert outputs % blocks.outputs == 0 and inputs % (64 * blocks.parts * blocks.split) == 0
+    assert blocks.outputs == 16 * blocks.warps
 
 
 def test_rows_are_rounded_by_themselves():
