@@ -64,17 +64,28 @@ def _pick(values, mine):
 
 @triton.jit
 def _chunk_programs(q, kv, low, kind, items, programs, WINDOW: tl.constexpr, G: tl.constexpr):
-    """How many of the device's multiprocessors the chunks get where they take whole ones (`gluon_chunks`), so that they
-    end when the rows of few tokens end on the others: work of the one kind is pairs of a query and a cell, of the other
-    kind cells. All, where chunks have too few items to be shared out evenly."""
+    """How many of the device's multiprocessors the chunks get where they take whole ones (`gluon_chunks`): all, or so
+    many that they end when the rows of few tokens end on the others, if that is sooner.
+
+        all     |== chunks ==|== few ==|              few tokens read as fast on half of the multiprocessors as on all
+        apart   |==== chunks ====|
+                |====== few =====|                    each of the former has the same number of items, if it can
+
+    Work of the one kind is pairs of a query and a cell, of the other kind cells; times are in pairs."""
     seen = kv - q // 2
     if WINDOW > 0:
         seen = tl.minimum(seen, WINDOW)
     pairs = tl.sum(tl.where(kind == 0, q.to(tl.float32) * seen.to(tl.float32), 0.0), 0)
     cells = tl.sum(tl.where((kind == 1) & (q > 0), kv - low, 0).to(tl.float32), 0)
-    share = pairs / tl.maximum(pairs + cells * PAIRS_A_CELL / G, 1.0)
-    wanted = tl.maximum((share * programs + 0.5).to(tl.int32), programs // 4)
-    return tl.where(items >= 3 * programs, wanted, programs)
+    reading = cells * PAIRS_A_CELL / G
+    wanted = tl.maximum(pairs / tl.maximum(pairs + reading, 1.0), 0.25) * programs
+    turns = tl.maximum((items / wanted + 0.5).to(tl.int32), 1)
+    chosen = tl.minimum(tl.cdiv(items, turns), programs)
+    item = pairs / tl.maximum(items, 1)
+    least = 2.0 * reading / programs
+    together = tl.cdiv(items, programs) * item + least
+    apart = tl.maximum(tl.cdiv(items, tl.maximum(chosen, 1)) * item, reading / tl.maximum(programs - chosen, 1))
+    return tl.where(tl.maximum(apart, least) < together, chosen, programs)
 
 
 @triton.jit(do_not_specialize=["n_rows", "capacity", "offset_few", "programs"])
