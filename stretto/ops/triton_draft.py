@@ -268,3 +268,81 @@ def launch_ahead(owners: torch.Tensor, length: torch.Tensor, tables: tuple[torch
                            made.rows, n, count, most, table.stride(0), table.shape[1], SHIFT=shift, PAGE=page_size,
                            ITEMS=ITEMS, PDL=overlaps(device), num_warps=4, **dependent(device))
     return made
+
+
+# ------------------------------------------------------------------------------------------------------------- blocks
+@triton.jit(do_not_specialize=["n", "most", "pages", "context", "mask_id"])
+def block_kernel(owners, length, log, table, ids, positions, rows, cells, base, kv_len, counts, starts, wide_owners,
+                 wide_base, wide_kv_len, wide_positions, ones, wide_starts, n, most, mask_id, log_stride, table_stride,
+                 pages, context, SIZE: tl.constexpr, COPIES: tl.constexpr, PAGE: tl.constexpr, ITEMS: tl.constexpr,
+                 PDL: tl.constexpr):
+    """`SIZE` items of each row from its length on, the last known id first, then masks; and `COPIES` rows of one item
+    that stand at the block's last cell: see `block` and `last_cell`."""
+    j = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    row, place = j // SIZE, j % SIZE
+    ok = j < n * SIZE
+    begin(PDL)
+    start = tl.load(length + row, mask=ok, other=0)
+    owner = tl.load(owners + row, mask=ok, other=0).to(tl.int64)
+    cell = start + place
+    known = tl.load(log + owner * log_stride + tl.minimum(start, context - 1), mask=ok & (place == 0), other=0)
+    tl.store(ids + j, tl.where(place == 0, tl.maximum(known, 0), mask_id).to(tl.int64), mask=ok)
+    tl.store(positions + j, tl.minimum(cell, most - 1).to(tl.int64), mask=ok)
+    tl.store(rows + j, row.to(tl.int64), mask=ok)
+    tl.store(cells + j, _cell_of(table, owner, cell, ok & (cell < most), table_stride, pages, PAGE), mask=ok)
+    first = ok & (place == 0)
+    tl.store(base + row, start, mask=first)
+    tl.store(kv_len + row, start + SIZE, mask=first)
+    tl.store(counts + row, tl.zeros_like(row) + SIZE, mask=first)
+    tl.store(starts + row, row * SIZE, mask=row <= n)
+    copied = ok & (place < COPIES)
+    wide = row * COPIES + place
+    tl.store(wide_owners + wide, owner, mask=copied)
+    tl.store(wide_base + wide, start + SIZE - 1, mask=copied)
+    tl.store(wide_kv_len + wide, start + SIZE, mask=copied)
+    tl.store(wide_positions + wide, (start + SIZE - 1).to(tl.int64), mask=copied)
+    tl.store(ones + wide, tl.zeros_like(wide) + 1, mask=copied)
+    tl.store(wide_starts + j, j, mask=j <= n * COPIES)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Blocks of N rows, B items each, and of W = N * copies rows at their last cells."""
+
+    ids: torch.Tensor  # [N * B] int64, as `positions` and `rows`
+    positions: torch.Tensor
+    rows: torch.Tensor
+    cells: tuple[torch.Tensor, ...]  # a group: [N * B] int64
+    base: torch.Tensor  # [N] int32, as `kv_len` and `counts`
+    kv_len: torch.Tensor
+    counts: torch.Tensor
+    starts: torch.Tensor  # [N + 1] int32
+    wide_owners: torch.Tensor  # [W] int64, as `wide_positions`
+    wide_positions: torch.Tensor
+    wide_base: torch.Tensor  # [W] int32, as `wide_kv_len` and `ones`
+    wide_kv_len: torch.Tensor
+    ones: torch.Tensor
+    wide_starts: torch.Tensor  # [W + 1] int32
+
+
+def launch_block(owners: torch.Tensor, length: torch.Tensor, log: torch.Tensor, tables: tuple[torch.Tensor, ...],
+                 page_size: int, size: int, copies: int, most: int, mask_id: int) -> Block:
+    """owners [N] int64, length [N] int32; tables: a group [S, pages] int32; copies <= size."""
+    n, device = len(length), log.device
+
+    def empty(many: int, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        return torch.empty(many, count, dtype=dtype, device=device).unbind(0)
+    ids, positions, rows = empty(3, n * size, torch.int64)
+    base, kv_len, counts = empty(3, n, torch.int32)
+    wide_owners, wide_positions = empty(2, n * copies, torch.int64)
+    wide_base, wide_kv_len, ones = empty(3, n * copies, torch.int32)
+    made = Block(ids, positions, rows, empty(len(tables), n * size, torch.int64), base, kv_len, counts,
+                 torch.empty(n + 1, dtype=torch.int32, device=device), wide_owners, wide_positions, wide_base,
+                 wide_kv_len, ones, torch.empty(n * copies + 1, dtype=torch.int32, device=device))
+    for table, cells in zip(tables, made.cells, strict=True):
+        block_kernel[(triton.cdiv(n * size + 1, ITEMS),)](
+            owners, length, log, table, ids, positions, rows, cells, base, kv_len, counts, made.starts, wide_owners,
+            wide_base, wide_kv_len, wide_positions, ones, made.wide_starts, n, most, mask_id, log.stride(0),
+            table.stride(0), table.shape[1], log.shape[1], SIZE=size, COPIES=copies, PAGE=page_size, ITEMS=ITEMS,
+            PDL=overlaps(device), num_warps=4, **dependent(device))
+    return made

@@ -33,7 +33,7 @@ from stretto.spec.context import DrafterContext, DrafterError, DraftKV, Target
 from stretto.spec.layers import layer_specs, rotary_of
 from stretto.spec.repos import DraftRepo, check_equal, check_made_for, check_vocabulary, tap_names
 from stretto.spec.sources import draft_weights, parse_config, renamed
-from stretto.spec.steps import StreamKV, block, last_cell, stream_of
+from stretto.spec.steps import StreamKV, blocks, stream_of
 from stretto.spec.vocabulary import DraftHead
 
 MAX_FOLD = 16  # query heads of one KV head that every tile of the kernels holds; a larger block is several queries
@@ -193,25 +193,24 @@ class Backbone:
             _, k, v = layer.project(context, rope)
             self.kv.write(i, step.cells[self.kv.group_of[i]], k, v)
 
-    def run(self, step: RaggedStep, rows: torch.Tensor | None, last_ids: torch.Tensor,
-            length: torch.Tensor) -> torch.Tensor:
-        """The block after `last_ids` [N], which stand at `length` [N]: hidden states after the norm, [N, B, E]."""
+    def run(self, step: RaggedStep, rows: torch.Tensor | None, log: torch.Tensor,
+            length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block after the last known id, which stands at `length` [N]: hidden states after the norm, [N, B, E], and
+        that id, [N]. `rows` [N]: of the step's; None: all. `log`: the slot table's."""
         layout, most = self.layout, len(self.rotary.table)
         stream = stream_of(step, 0, 0).take(rows)
-        n, size = len(last_ids), layout.size
-        ids = torch.full((n, size), layout.mask_id, dtype=torch.int64, device=last_ids.device)
-        ids[:, 0] = last_ids
-        hidden = self.embed(ids.flatten())
+        n, size = len(length), layout.size
+        made = blocks(stream, length, log, size, size // self.fold, most, layout.mask_id)
+        hidden = self.embed(made.ids)
         if layout.embedding_scale != 1.0:
             hidden = hidden * layout.embedding_scale
-        causal = block(stream, length, size, most)
-        rope, views = self.rotary.at(causal.positions), StreamKV(self.kv, step.page_size)
-        attend = _BlockAttention(self, causal, last_cell(stream, length, size, size // self.fold), views)
+        rope = self.rotary.at(made.causal.positions)
+        attend = _BlockAttention(self, made.causal, made.whole, StreamKV(self.kv, step.page_size))
         for i, layer in enumerate(self.layers):
             attended = attend(i, *layer.project(layer.norm(hidden), rope))
             hidden = layer.out.add_to(hidden, attended.reshape(n * size, -1))
             hidden = layer.mlp.add_to(hidden, layer.mlp_norm(hidden))
-        return self.norm(hidden).view(n, size, -1)
+        return self.norm(hidden).view(n, size, -1), made.ids.view(n, size)[:, 0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, E] -> [N, D] float32 over `head.ids`; without, over all of the target's."""
@@ -270,6 +269,8 @@ class BlockDrafter:
         assert context.slots is not None and context.choose is not None
         self.backbone, self.caps, self.slots, self.choose = backbone, caps, context.slots, context.choose
         self.exact, self.device = context.device.type == "cpu", context.device
+        most = backbone.layout.config.max_position
+        self.fits = 0 < context.positions <= most - backbone.layout.size  # every block that can be asked for
 
     def ingest(self, step: RaggedStep, taps: dict[str, torch.Tensor]) -> None:
         """Writes the context cells of every token of the step; those of rejected drafts are written again."""
@@ -281,21 +282,26 @@ class BlockDrafter:
         layout, slots = self.backbone.layout, step.slots.long()
         n, width = len(slots), min(width, self.caps.max_width)
         length = view.length[slots]
-        may = view.may_offer(step.slots, step.n_out) & (length + layout.size <= layout.config.max_position)
-        out = torch.zeros(n, width, dtype=torch.int64, device=self.device)
-        counts = torch.where(may, width, 0).to(torch.int32)
-        rows = may.nonzero().flatten() if self.exact else None
-        if rows is not None and not len(rows):
-            return Offer(out, counts)
-        where = slice(None) if rows is None else rows
-        last = view.log[slots[where], length[where].long().clamp(max=view.log.shape[1] - 1)].long().clamp_(min=0)
-        hidden = self.backbone.run(step, rows, last, length[where])
-        first = 0 if layout.from_anchor else 1
-        ids, wanted = self.chosen(hidden[:, first : first + width], rows, last)
-        out[where] = ids
-        if wanted is not None:
-            counts[where] = torch.minimum(counts[where], wanted)
+        counts = torch.full((n,), width, dtype=torch.int32, device=self.device)
+        if not self.fits:
+            counts.masked_fill_(length + layout.size > layout.config.max_position, 0)
+        if not self.exact:  # rows that may not be offered any are cut by `SlotTable.offer`
+            ids, wanted = self._block(step, None, length, view, width)
+            return Offer(ids, counts if wanted is None else torch.minimum(counts, wanted))
+        counts *= view.may_offer(step.slots, step.n_out)
+        rows, out = counts.nonzero().flatten(), torch.zeros(n, width, dtype=torch.int64, device=self.device)
+        if len(rows):
+            out[rows], wanted = self._block(step, rows, length[rows], view, width)
+            if wanted is not None:
+                counts[rows] = torch.minimum(counts[rows], wanted)
         return Offer(out, counts)
+
+    def _block(self, step: RaggedStep, rows: torch.Tensor | None, length: torch.Tensor, view: SlotView,
+               width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Of some of the step's rows: as `chosen`."""
+        hidden, last = self.backbone.run(step, rows, view.log, length)
+        first = 0 if self.backbone.layout.from_anchor else 1
+        return self.chosen(hidden[:, first : first + width], rows, last)
 
     def chosen(self, hidden: torch.Tensor, rows: torch.Tensor | None,
                last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -55,6 +55,7 @@ class ChainDrafter:
         self.exact = context.device.type == "cpu"
         served = context.positions + context.width if context.positions else model.max_position
         self.most = min(model.max_position, served)  # items of the stream that can have a cell
+        self.fits = 0 < context.positions <= model.max_position - context.width  # every draft that can be asked for
         self._views: dict[int, StreamKV] = {}
 
     def ingest(self, step: RaggedStep, taps: dict[str, torch.Tensor]) -> None:
@@ -86,12 +87,17 @@ class ChainDrafter:
         """`width` ids for every row that may be offered some and whose drafts the model's context holds."""
         n, width = len(step.slots), min(width, self.caps.max_width)
         length = view.length[step.slots.long()]
-        may = view.may_offer(step.slots, step.n_out) & (length + width - self.model.shift <= self.model.max_position)
+        counts = torch.full((n,), width, dtype=torch.int32, device=self.context.device)
+        if not self.fits:
+            counts.masked_fill_(length + width - self.model.shift > self.model.max_position, 0)
+        rows = None  # on a device all: those that may not be offered any are cut by `SlotTable.offer`
+        if self.exact:
+            counts *= view.may_offer(step.slots, step.n_out)
+            rows = counts.nonzero().flatten()
         out = torch.zeros(n, width, dtype=torch.int64, device=self.context.device)
-        rows = may.nonzero().flatten() if self.exact else None
         if self.hidden is not None and (rows is None or len(rows)):
             self._chain(out, length, rows)
-        return Offer(out, torch.where(may, width, 0).to(torch.int32))
+        return Offer(out, counts)
 
     def _chain(self, out: torch.Tensor, length: torch.Tensor, rows: torch.Tensor | None) -> None:
         """Fills out [R, K] at `rows`."""

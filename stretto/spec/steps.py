@@ -199,6 +199,47 @@ def _single(stream: Stream, ones: torch.Tensor, starts: torch.Tensor, zeros: tor
         page_tables=stream.tables, page_size=stream.page_size)
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of masks behind what is known."""
+
+    ids: torch.Tensor  # [N * size] int64: of each row the last known id, then masks
+    causal: RaggedStep  # each item sees those before it
+    whole: RaggedStep  # rows at the last cell of each block: what they see is all of it
+
+
+def blocks(stream: Stream, length: torch.Tensor, log: torch.Tensor, size: int, copies: int, most: int,
+           mask_id: int) -> Blocks:
+    """For N rows, `size` items from `length` [N] on; `copies` rows for each that see all of its block. `most`:
+    positions that the drafter knows; `log`: the slot table's."""
+    if not length.is_cuda:
+        return blocks_reference(stream, length, log, size, copies, most, mask_id)
+    from stretto.ops.triton_draft import launch_block
+
+    made = launch_block(stream.owners, length, log, stream.page_tables, stream.target_page_size, size, copies, most,
+                        mask_id)
+    zeros = torch.zeros_like(made.wide_starts if copies > 1 else made.starts)
+    nothing, n = made.positions[:0], len(length)
+    causal = RaggedStep(
+        slots=stream.slots, q_len=made.counts, cu_q=made.starts, base=made.base, kv_len=made.kv_len, n_out=zeros[:n],
+        cu_out=zeros[: n + 1], ids=made.positions, positions=made.positions, rows=made.rows, cells=made.cells,
+        out_tokens=nothing, out_rows=nothing, page_tables=stream.tables, page_size=stream.page_size)
+    whole = RaggedStep(
+        slots=made.wide_owners, q_len=made.ones, cu_q=made.wide_starts, base=made.wide_base, kv_len=made.wide_kv_len,
+        n_out=zeros[: n * copies], cu_out=zeros[: n * copies + 1], ids=made.wide_positions,
+        positions=made.wide_positions, rows=made.wide_starts[:-1], cells=(), out_tokens=nothing, out_rows=nothing,
+        page_tables=stream.tables, page_size=stream.page_size)
+    return Blocks(made.ids, causal, whole)
+
+
+def blocks_reference(stream: Stream, length: torch.Tensor, log: torch.Tensor, size: int, copies: int, most: int,
+                     mask_id: int) -> Blocks:
+    """In torch's operations."""
+    ids = torch.full((len(length), size), mask_id, dtype=torch.int64, device=length.device)
+    ids[:, 0] = log[stream.owners, length.long().clamp(max=log.shape[1] - 1)].clamp(min=0)
+    return Blocks(ids.flatten(), block(stream, length, size, most), last_cell(stream, length, size, copies))
+
+
 def block(stream: Stream, length: torch.Tensor, size: int, most: int) -> RaggedStep:
     """`size` items a row, at cells length .. length + size - 1, each of which sees those before it."""
     n, device = len(length), length.device

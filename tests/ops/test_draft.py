@@ -7,10 +7,17 @@ import torch
 
 from stretto.device.seams import Seams
 from stretto.ops.bind import bind_reference
-from stretto.ops.triton_draft import launch_ahead, launch_extension, launch_offer, launch_seam, launch_stream
+from stretto.ops.triton_draft import (
+    launch_ahead,
+    launch_block,
+    launch_extension,
+    launch_offer,
+    launch_seam,
+    launch_stream,
+)
 from stretto.ragged import RaggedStep
 from stretto.spec.api import Offer
-from stretto.spec.steps import extension_reference, one_by_one_reference, stream_reference
+from stretto.spec.steps import blocks_reference, extension_reference, one_by_one_reference, stream_of, stream_reference
 from stretto.wire import Int
 from tests.ops.test_step_ends import CONTEXT, DEVICE, SLOTS, rows_of, table_of
 
@@ -94,3 +101,22 @@ def test_streams(seed: int, groups: int, shift: int) -> None:
         assert [c[i].tolist() for c in ahead.cells] == [c.tolist() for c in single.cells]
     assert ahead.ones.tolist() == steps[0].q_len.tolist() and ahead.starts.tolist() == steps[0].cu_q.tolist()
     assert ahead.rows.tolist() == steps[0].rows.tolist()
+
+
+@pytest.mark.parametrize(("size", "copies"), [(5, 1), (6, 3), (4, 4)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_blocks(size: int, copies: int, groups: int) -> None:
+    table, step, g = bound(7, groups, n=11)
+    stream = stream_of(step, 0, 0)
+    length = torch.randint(0, CONTEXT, (len(step.slots),), generator=g).int().to(DEVICE)
+    want = blocks_reference(stream, length, table.log, size, copies, CONTEXT - 1, 17)
+    got = launch_block(stream.owners, length, table.log, stream.page_tables, PAGE, size, copies, CONTEXT - 1, 17)
+    assert got.ids.tolist() == want.ids.tolist()
+    causal, whole = want.causal, want.whole
+    for mine, theirs in (
+            (got.counts, causal.q_len), (got.starts, causal.cu_q), (got.base, causal.base), (got.rows, causal.rows),
+            (got.kv_len, causal.kv_len), (got.positions, causal.positions), (got.wide_owners, whole.slots),
+            (got.wide_base, whole.base), (got.wide_kv_len, whole.kv_len), (got.wide_positions, whole.positions),
+            (got.ones, whole.q_len), (got.wide_starts, whole.cu_q)):
+        assert mine.tolist() == theirs.tolist()
+    assert [c.tolist() for c in got.cells] == [c.tolist() for c in causal.cells]
