@@ -9,8 +9,8 @@ At each point the same rows run on while policies take turns: none, 1, 3, 5 and 
 many tokens a step has, and elastic. Each round fills the rows anew and gives every policy so many steps, in an order
 that rotates; a round before them captures graphs and does not count. Told is each policy's rate, and elastic's over
 those of the best fixed width and of the rule, paired by round. Contexts grow during a round, so every policy has a
-turn in its first half and one in its second, in the opposite order. Fixed widths that are far from the best one in the
-first round that counts have no more turns.
+turn in its first half and one in its second, in the opposite order. Fixed widths that were far from the best one in a
+round have no more turns.
 
     round     | fill rows (no model runs) | none | 1 | 3 | 5 | 7 | tokens | elastic | elastic | tokens | ... | none |
     window    | lead: drafts of the policy before | steps that count                 |
@@ -73,7 +73,7 @@ FIXED = (0, 1, 3, 5, 7)
 GROWTH = 1200  # cells that a row may grow by in a round
 LEAD = 3  # steps of a window that do not count: they verify what the policy before had proposed
 WARM = 60  # steps of elastic in each half of the first round: it gathers which sizes of steps pay
-FAR = 0.85  # of the best fixed width, below which one has no more turns
+FAR, VERY_FAR = 0.85, 0.7  # of the best fixed width, below which one has no more turns; after the round that warms up
 TOKENS_A_ROW = 1.4  # of a step, about, so that windows with prompts are as long as those without
 ARRIVING = 32  # rows for prompts that arrive meanwhile
 TOY = dict(architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -230,8 +230,8 @@ POINTS = [Point(64, 1024, "0.6"), Point(256, 1024, "0.6", True), Point(128, 1024
           Point(64, 300, "0.3"), Point(256, 300, "0.85"), Point(64, 8192, "0.85"), Point(8, 1024, "0.3", True),
           Point(256, 1024, "mixed"), Point(128, 1024, "drifting"), Point(32, 1024, "0.85"), Point(256, 300, "0.3"),
           Point(64, 1024, "mixed", True), Point(128, 1024, "0.3", True), Point(1, 300, "0.3"), Point(8, 300, "mixed"),
-          Point(8, 8192, "0.85"), Point(32, 300, "0.6"), Point(64, 300, "0.85", True), Point(64, 8192, "drifting"),
-          Point(128, 300, "0.6"), Point(1, 8192, "0.6"), Point(32, 8192, "0.3", True), Point(32, 1024, "drifting")]
+          Point(8, 8192, "0.85"), Point(32, 300, "0.6"), Point(64, 300, "0.85", True), Point(32, 1024, "drifting"),
+          Point(128, 300, "0.6"), Point(1, 8192, "0.6"), Point(32, 8192, "0.3", True), Point(64, 8192, "drifting")]
 IDLE_ROWS, IDLE_CONTEXT = (1, 8, 64, 256), 1024
 
 
@@ -314,11 +314,10 @@ class Bench:
         rates: dict[str, list[float]] = {name: [] for name in names}
         for round_ in range(-1, min(rounds, 2) if point.drifts else rounds):
             shift = round_ % len(names)
-            for name, rate in self.round(core, turns, point, names[shift:] + names[:shift], steps, round_ < 0).items():
-                rates[name] += [rate] if round_ >= 0 else []
-            if round_ == 0:
-                best = max(rates[str(k)][0] for k in FIXED)
-                names = [name for name in names if not name.isdigit() or rates[name][0] > FAR * best]
+            found = self.round(core, turns, point, names[shift:] + names[:shift], steps, round_ < 0)
+            for name, rate in found.items() if round_ >= 0 else ():
+                rates[name].append(rate)
+            names = near(names, found, VERY_FAR if round_ < 0 else FAR)
         self.empty(core, turns)
         return _told(point, rates, policies["elastic"], turns)
 
@@ -450,12 +449,18 @@ def _is_fed(turn: Turn) -> bool:
     return turn.lease is None or turn.lease.lo < turn.fill_to
 
 
+def near(names: list[str], rates: dict[str, float], share: float) -> list[str]:
+    """Without the fixed widths that reach less than this share of the best one."""
+    best = max(rate for name, rate in rates.items() if name.isdigit())
+    return [name for name in names if not name.isdigit() or rates[name] >= share * best]
+
+
 def _ms(values: list[float]) -> float:
     return round(1e3 * statistics.median(values), 4)
 
 
 def _told(point: Point, rates: dict[str, list[float]], elastic: Elastic, turns: Turns) -> dict[str, object]:
-    medians = {name: round(statistics.median(values)) for name, values in rates.items()}
+    medians = {name: round(statistics.median(values)) for name, values in rates.items() if values}
     best = max((str(k) for k in FIXED if len(rates[str(k)]) == len(rates["elastic"])), key=lambda name: medians[name])
     counters = elastic.counters
     return {"point": point.name, **asdict(point), "rates": medians, "best": best, **_paired(rates, best, "ratio"),
@@ -496,14 +501,12 @@ def run(args: argparse.Namespace, found: list[dict[str, object]]) -> Iterator[di
                   max(context for _, context in sizes) + 4 * GROWTH)
     jobs: list[Callable[[], dict[str, object]]] = [lambda p=p: bench.measure(p, args.rounds, args.steps)  # type: ignore
                                                    for p in points]
-    jobs[2:2] = [lambda n=n: bench.idle(n, args.rounds, args.steps) for n in idle]  # type: ignore[misc]
-    longest = 0.0
+    jobs += [lambda n=n: bench.idle(n, args.rounds, args.steps) for n in idle]  # type: ignore[misc]
     for job in jobs:
         began = time.perf_counter()
-        if began + longest > ends:
+        if began > ends:
             break
         yield job() | {"seconds": round(time.perf_counter() - began, 1)}
-        longest = max(longest, time.perf_counter() - began)
 
 
 def main() -> None:
