@@ -11,11 +11,15 @@ import torch.nn.functional as F
 
 from benchmarks.engine_gpu import LLAMA, QWEN, SHAPES
 from benchmarks.step_gpu import Lab, Rows, decode, make_lab, verify
+from stretto.attn import triton_ragged
+from stretto.attn.api import LayerSpec
+from stretto.attn.triton_short import ShortLaunch, short_launch
 from stretto.device.graphs import bucketed
 from stretto.model import matrix
 from stretto.model.matrix import CudaMatrix
 from stretto.ops.blocks import Blocks, OneRow, SomeRows
 from stretto.ops.skinny import blocks_for
+from stretto.ragged import RaggedStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -87,3 +91,23 @@ def test_all_kernels_are_used(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None
         seen.clear()
         result(lab, rows)
         assert kind.__name__ in seen
+
+
+@pytest.mark.parametrize("rows", [[decode(1, 300)], [decode(1, 1)], [decode(7, 300)], [decode(3, 129), decode(2, 64)],
+                                  [verify(1, 131, 3)]], ids=str)
+def test_attention_in_one_launch_equals_one_after_another(lab: Lab, rows: list[Rows],
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[bool] = []
+
+    def noted(layer: LayerSpec, step: RaggedStep) -> ShortLaunch | None:
+        found = short_launch(layer, step)
+        used.append(found is not None)
+        return found
+    monkeypatch.setattr(triton_ragged, "short_launch", noted)
+    got, cells = result(lab, rows)
+    assert used and all(used)
+    monkeypatch.setattr(triton_ragged, "short_launch", lambda *_: None)
+    want, wanted = result(lab, rows)
+    close(got, want, 2e-2)
+    for mine, its in zip(cells, wanted, strict=True):
+        close(mine, its, 2e-2)
