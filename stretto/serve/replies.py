@@ -108,11 +108,16 @@ def _functions(tools: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in names:
             raise bad_request(f"tools[{i}].function.name is {str(name)[:64]!r}; it must have 1 to 128 letters, digits"
                               " and _.:/- and be no other tool's", f"tools[{i}].function.name")
-        if parameters is not None and not isinstance(parameters, dict):
-            raise bad_request(f"{place} must be a JSON schema", place)
+        if parameters is not None and not (isinstance(parameters, dict) and _may_be_object(parameters)):
+            raise bad_request(f"{place} must be a JSON schema of an object", place)
         names.add(name)
         found.append({**function, "place": place})
     return tuple(found)
+
+
+def _may_be_object(schema: dict[str, Any]) -> bool:
+    kind = schema.get("type", "object")
+    return kind == "object" or (isinstance(kind, list) and "object" in kind)
 
 
 class ReplyPlanner:
@@ -210,7 +215,7 @@ def _checks(asked: Asked | None, tools: Tools | None) -> tuple[Asked, ...]:
 
 def _call_schemas(tools: Tools) -> list[tuple[str, str]]:
     """(name, JSON schema of the arguments) of each function; of one that need not be strict, any object."""
-    return [(f["name"], json.dumps({"type": "object", **(f.get("parameters") or {})}
+    return [(f["name"], json.dumps({**(f.get("parameters") or {}), "type": "object"}
                                    if tools.force or f.get("strict") else {"type": "object"})) for f in tools.functions]
 
 

@@ -169,7 +169,7 @@ def compiled(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
     _check_cost(text)
     matcher = LLMatcher(tokens, text, log_level=0, limits=LIMITS)
     if matcher.is_error():
-        raise _told(grammar, text, tokens) or GrammarError(matcher.get_error().strip())
+        raise _told(grammar, matcher.get_error())
     _probe(matcher)
     return matcher
 
@@ -242,18 +242,15 @@ def _check_cost(text: str) -> None:
                            f" {MAX_REMAINDERS}: choose a smaller multipleOf, or check it afterwards")
 
 
-def _told(grammar: Grammar, text: str, tokens: LLTokenizer) -> GrammarError | None:
+def _told(grammar: Grammar, fault: str) -> GrammarError:
     """The fault of a grammar, with its place in a schema."""
-    broken = _fault(text, tokens)
-    if broken is None:
-        return None
     if grammar.kind != "json_schema":
-        return GrammarError(broken.strip())
-    return GrammarError(f"at {_place(json.loads(grammar.source), broken)}: {broken.strip()}")
+        return GrammarError(fault.strip())
+    return GrammarError(f"at {_place(json.loads(grammar.source), fault)}: {fault.strip()}")
 
 
-def _fault(text: str, tokens: LLTokenizer | None = None) -> str | None:
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(text, tokens, limits=LIMITS)
+def _fault(text: str) -> str | None:
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
     return messages[0] if is_error else None
 
 

@@ -231,8 +231,10 @@ async def test_the_place_within_a_schema_is_named():
     ({"tools": [{"type": "web"}]}, "tools[0]"), ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name"),
     ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"), ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}}}],
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"s": {"type": "foo"}}}}}],
       "tool_choice": "required"}, "tools[0].function.parameters"),
+    *[({"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]},
+       "tools[0].function.parameters") for parameters in ("x", [], True, {"type": "string"}, {"type": ["null"]})],
 ])
 async def test_bad_tools_are_named(fields: dict, param: str):
     async with make_api(CoreOptions(), ToolTokenizer()) as api:
