@@ -38,9 +38,11 @@ from stretto.sample.noise import gumbel, noise_keys
 
 WIDEST = 20  # alternatives of a token that are looked through when an answer differs
 BURST_PROMPTS = 12  # that bursts choose from
+STOPS = 8  # ids that end some answers
 BURST_ANSWER = 96  # ids of each answer of one, at most: several times what admission leaves room for
 
-Answer = Callable[[list[int], SamplingParams], list[int]]
+Answer = Callable[[list[int], SamplingParams], list[list[int]]]
+"""(prompt, sampling) -> the ids of each choice."""
 
 
 class Wrong(AssertionError):
@@ -52,20 +54,22 @@ class OneShot:
 
     def __init__(self, core: EngineCore, most: int = 4096):
         self.core, self._most = core, most
-        self._known: dict[tuple[tuple[int, ...], bytes], tuple[int, list[int]]] = {}  # max_tokens, answer
+        self._known: dict[tuple[tuple[int, ...], bytes], tuple[int, list[list[int]]]] = {}  # max_tokens, choices
         self._serial = 0
 
-    def __call__(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
+    def __call__(self, prompt: list[int], sampling: SamplingParams) -> list[list[int]]:
         """A shorter answer is the beginning of a longer one, if that is known."""
         most = sampling.max_tokens or 0
         key = tuple(prompt), msgspec.msgpack.encode(msgspec.structs.replace(sampling, max_tokens=None))
-        asked, answer = self._known.get(key, (-1, []))
+        asked, choices = self._known.get(key, (-1, []))
         if asked < most:
             if len(self._known) >= self._most:
                 self._known.clear()
-            answer = [i for output in self.outputs(prompt, sampling) for i in output.token_ids]
-            self._known[key] = most, answer
-        return answer[:most]
+            choices = [[] for _ in range(sampling.n)]
+            for output in self.outputs(prompt, sampling):
+                choices[output.index] += output.token_ids
+            self._known[key] = most, choices
+        return [ids[:most] for ids in choices]
 
     def outputs(self, prompt: list[int], sampling: SamplingParams) -> list[Output]:
         self._serial += 1
@@ -78,7 +82,7 @@ class OneShot:
 
 @dataclass(eq=False)
 class Ask:
-    """A request of a client, and what came back."""
+    """One choice of a client's request, and what came back; the first has the others."""
 
     rid: str
     tokens: list[int]
@@ -88,6 +92,13 @@ class Ask:
     expected: list[int] = field(default_factory=list)
     got: list[int] = field(default_factory=list)
     excused: bool = False  # it differs where rounding decides
+    choice: int = 0
+    others: list[Ask] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def choices(self) -> list[Ask]:
+        return [self, *self.others]
 
 
 def as_good(once: OneShot, tolerance: float, ask: Ask) -> bool:
@@ -105,13 +116,14 @@ def as_good(once: OneShot, tolerance: float, ask: Ask) -> bool:
         return False
     lead = known[expected] - known[got]
     if (temperature := ask.sampling.temperature) > 0:
-        lead += temperature * _lead_of_noise(ask.sampling.seed or 0, len(ask.prompt) + at, expected, got)
+        lead += temperature * _lead_of_noise(ask, len(ask.prompt) + at, expected, got)
     return lead <= tolerance
 
 
-def _lead_of_noise(seed: int, position: int, first: int, second: int) -> float:
+def _lead_of_noise(ask: Ask, position: int, first: int, second: int) -> float:
     """How much more noise a draw adds to one id than to another."""
-    low, high, choice, at = (torch.tensor([value]) for value in (seed & 0xFFFFFFFF, seed >> 32, 0, position))
+    seed = ask.sampling.seed or 0
+    low, high, choice, at = (torch.tensor([value]) for value in (seed & 0xFFFFFFFF, seed >> 32, ask.choice, position))
     one, other = gumbel(noise_keys(low, high, choice, at), torch.tensor([first, second]))[0].tolist()
     return one - other
 
@@ -154,7 +166,7 @@ class World:
 
     # ------------------------------------------------------------------------------------------------ what clients do
     def plain(self, tokens: list[int], sampling: SamplingParams) -> str:
-        """A request without a session."""
+        """A request without a session, of one or more choices."""
         ask = Ask(self.name("r"), tokens, sampling)
         if self._refused(ask, lambda: self._too_long(tokens, tokens)):
             return ask.rid
@@ -183,9 +195,9 @@ class World:
     def abort(self, rid: str, received: int | None = None) -> None:
         """`received`: how many of the ids that came the client has seen; None: all."""
         ask = self.asks[rid]
-        self.count["aborts"] += 1
         outputs = self.core.abort(rid, received)
-        if not outputs or outputs[0].rid != rid or outputs[0].finish_reason != "abort":
+        last = [output.index for output in outputs if output.rid == rid and output.finish_reason == "abort"]
+        if last != [part.choice for part in ask.choices if not part.ended]:
             raise Wrong(f"an abort of {rid} gave {outputs}")
         del self.asks[rid]
         talk = self._talk_of(ask)
@@ -197,7 +209,7 @@ class World:
             if ask.order.on_disconnect == "keep" and kept:
                 self._keep(talk, ask, ask.prompt + ask.got[:kept])
             self._after(talk)
-        self._take(outputs[1:])
+        self._take([output for output in outputs if output.rid != rid])
 
     def open(self, sid: str | None = None) -> str:
         sid = sid or self.name("s")
@@ -280,6 +292,9 @@ class World:
             ask = self.asks.get(output.rid)
             if ask is None:
                 raise Wrong(f"an output came for {output.rid}, which has ended: {output}")
+            ask = ask.choices[output.index]
+            if ask.ended:
+                raise Wrong(f"an output came for choice {output.index} of {output.rid}, which has ended: {output}")
             if output.finish_reason == "error":
                 self._told_late(ask, output)
                 continue
@@ -302,6 +317,9 @@ class World:
             raise Wrong(f"request {ask.rid} ended after {len(ask.got)} ids of {len(ask.expected)}: {output}")
         if output.usage is None or output.usage.prompt_tokens != len(ask.prompt):
             raise Wrong(f"request {ask.rid} has a prompt of {len(ask.prompt)} ids, its usage says {output.usage}")
+        ask.ended, whole = True, self.asks[ask.rid]
+        if not all(part.ended for part in whole.choices):
+            return
         del self.asks[ask.rid]
         talk = self._talk_of(ask)
         if talk is not None:
@@ -387,7 +405,9 @@ class World:
             ask.expected = [-1]  # it waited, and is told now
             return
         most = min(room, ask.sampling.max_tokens or room)
-        ask.expected = self._answer(prompt, msgspec.structs.replace(ask.sampling, max_tokens=most))
+        ask.expected, *more = self._answer(prompt, msgspec.structs.replace(ask.sampling, max_tokens=most))
+        ask.others = [Ask(ask.rid, ask.tokens, ask.sampling, None, prompt, expected, choice=choice)
+                      for choice, expected in enumerate(more, 1)]
         if self._learn is not None:
             self._learn(prompt + ask.expected)
 
@@ -426,7 +446,7 @@ class Crowd:
         longest = min(world.limits.max_model_len, world.limits.kv_tokens)
         self._longest, self._most_new = max(2, longest // 3), max(2, longest // 5)
         self._shared = [self.rng.randrange(vocab_size) for _ in range(longest)]
-        self._actions = {self.steps: 30, self.append: 16, self.tag: 6, self.plain: 4, self.follow: 4, self.abort: 8,
+        self._actions = {self.steps: 30, self.append: 16, self.tag: 6, self.plain: 6, self.follow: 4, self.abort: 8,
                          self.burst: 16, self.fork: 3, self.rewind: 2, self.close: 2, self.flush: 1}
 
     def act(self) -> None:
@@ -466,7 +486,8 @@ class Crowd:
 
     def plain(self) -> None:
         kept = self._shared[: self.rng.choice([0, 0, self._longest // 2])]
-        self.world.plain(kept + self._ids(self._longest), self._sampling())
+        sampling = msgspec.structs.replace(self._sampling(), n=self.rng.choice([1, 1, 2, 3]))
+        self.world.plain(kept + self._ids(self._longest), sampling)
 
     def burst(self) -> None:
         """As many short prompts as are admitted together, and answers that then need several times the pool, so that
@@ -539,4 +560,6 @@ class Crowd:
         seeded: dict[str, Any] = {"temperature": 0.0}
         if rng.random() < self._sampled:
             seeded = {"temperature": 0.8, "seed": rng.getrandbits(32)}
-        return SamplingParams(max_tokens=rng.choice([1, 3, 8, self._most_new]), ignore_eos=True, **seeded)
+        stops = tuple(rng.sample(range(self.vocab_size), STOPS)) if rng.random() < 0.3 else ()
+        return SamplingParams(max_tokens=rng.choice([1, 3, 8, self._most_new]), ignore_eos=True, stop_token_ids=stops,
+                              **seeded)

@@ -41,8 +41,10 @@ ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
 long_ids = st.builds(lambda start, n: [(start + 7 * i) % VOCAB for i in range(n)], st.integers(0, VOCAB - 1),
                      st.sampled_from([3, 17, 40, 90]))
 samplings = st.builds(
-    lambda n, seed: SamplingParams(max_tokens=n, ignore_eos=True, temperature=0.0 if seed is None else 0.8, seed=seed),
-    st.sampled_from([1, 2, 5, 9, 17]), st.one_of(st.none(), st.integers(0, 2**32)))
+    lambda n, seed, stops: SamplingParams(max_tokens=n, ignore_eos=True, temperature=0.0 if seed is None else 0.8,
+                                          seed=seed, stop_token_ids=stops),
+    st.sampled_from([1, 2, 5, 9, 17]), st.one_of(st.none(), st.integers(0, 2**32)),
+    st.sampled_from([(), (), tuple(range(0, VOCAB, 9))]))
 
 
 class Learner(ScriptedDrafter):
@@ -165,9 +167,11 @@ class SessionMachine(RuleBasedStateMachine):
         else:
             self.world.branch(talk.sid, n)
 
-    @rule(tokens=long_ids, n=st.sampled_from([4, 40]))
-    def press(self, tokens, n):
-        self.world.plain(tokens, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
+    @rule(tokens=long_ids, n=st.sampled_from([4, 40]), choices=st.sampled_from([1, 1, 2, 3]),
+          seed=st.one_of(st.none(), st.integers(0, 2**32)))
+    def press(self, tokens, n, choices, seed):
+        self.world.plain(tokens, SamplingParams(temperature=0.0 if seed is None else 0.8, seed=seed, max_tokens=n,
+                                                n=choices, ignore_eos=True))
 
     @rule(n=st.sampled_from([1, 2, 5, 20]))
     def step(self, n):
@@ -244,7 +248,7 @@ def test_rounding_excuses_no_other_ids(oracles, temperature: float):
     ids than the likeliest."""
     answer, prompt = oracles["off"][1], list(range(40, 90))
     sampling = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=4_179_217_202)
-    right = answer(prompt, sampling)
+    right, = answer(prompt, sampling)
     outputs = answer.outputs(prompt, msgspec.structs.replace(sampling, logprobs=4))
     tops = [score.top_ids for output in outputs for score in output.logprobs or ()]
     assert len(tops) == len(right) and (all(best[0] == i for best, i in zip(tops, right)) == (temperature == 0))
