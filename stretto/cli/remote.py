@@ -78,9 +78,13 @@ def _ask(http: httpx.Client, path: str, flag: str = "--url") -> httpx.Response:
 
 
 def _get(http: httpx.Client, path: str) -> httpx.Response:
-    answer = _ask(http, path)
+    return _told(http, _ask(http, path))
+
+
+def _told(http: httpx.Client, answer: httpx.Response) -> httpx.Response:
+    """Raises CommandFailed with the server's own words where it refuses."""
     if answer.status_code != 200:
-        raise CommandFailed(f"{http.base_url} answers {path} with {answer.status_code}: {_message(answer)}")
+        raise CommandFailed(f"{http.base_url} answers {answer.url.path} with {answer.status_code}: {_message(answer)}")
     return answer
 
 
@@ -211,7 +215,11 @@ def ps(server: Options = SERVER, *, watch: Annotated[bool, Parameter(negative=()
 
 def _status(http: httpx.Client) -> dict[str, Any]:
     """Of /v1/loads, /server_info and /metrics."""
-    load = _get(http, "/v1/loads").json()["loads"][0]
+    answer = _ask(http, "/v1/loads")
+    if answer.status_code == 404:
+        raise CommandFailed(f"{http.base_url} is no server of Stretto: a gateway's replicas can be asked one by one, at"
+                            " the addresses that it was started with, or 127.0.0.1 and the ports after its own")
+    load = _told(http, answer).json()["loads"][0]
     info = _get(http, "/server_info").json()
     counters: dict[str, float] = {}
     for line in _get(http, "/metrics").text.splitlines():

@@ -1,4 +1,4 @@
-"""A fleet whose replicas run the scripted core, as a program: gateway's Python, port, number of replicas, then JSON for
+"""A fleet whose replicas run the scripted core, as a program: gateway's Python, number of replicas, then JSON for
 CoreOptions and for the settings that replicas share, with those that only the gateway has as "gateway" among them."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from stretto.replicas.offers import DEFAULT_GATEWAY
 from stretto.replicas.placement import LOOPBACK, Place, place, ports_after, reserved
 
 if __name__ == "__main__":
-    python, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    options, settings = (json.loads(text) for text in sys.argv[4:6])
+    python, count = sys.argv[1], int(sys.argv[2])
+    options, settings = (json.loads(text) for text in sys.argv[3:5])
     set_up_logging("info", "text")
     keys = {name: tuple(settings.get(known, ())) for name, known in (("api_key", "api_keys"),
                                                                      ("admin_api_key", "admin_keys"))}
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     serve = ServeSection(port=0, replicas=count, **keys, **own)
     ports = held.enter_context(ports_after(held.enter_context(reserved(LOOPBACK, 0, "")), 0, count))
     places = place(Config(serve=serve), (), (), ports.replicas)
-    gateway = PROGRAMS[serve.gateway or DEFAULT_GATEWAY](python, port, ports.metrics, serve)
+    gateway = PROGRAMS[serve.gateway or DEFAULT_GATEWAY](python, ports.gateway, ports.metrics, serve)
 
     def job(one: Place) -> Job:
         own = json.dumps(settings | {"replica": one.index})

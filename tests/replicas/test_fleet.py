@@ -23,7 +23,7 @@ import pytest
 
 from stretto.replicas.offers import OFFERS
 from tests.clients.environments import python_environment
-from tests.clients.test_gateways import ROUTER, SMG, free_port
+from tests.clients.test_gateways import ROUTER, SMG
 from tests.serve.conftest import events
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # an environment may have to be made first
@@ -34,24 +34,26 @@ OPTIONS = {"max_model_len": 100_000, "step_seconds": 0.005}
 
 class FleetProgram:
     def __init__(self, folder: Path, count: int, options: dict[str, Any], settings: dict[str, Any]):
-        self.port, self._log = free_port(), folder / "log"
+        self._log = folder / "log"
         self.key = settings.get("api_keys", [None])[0]
         self.program = settings.get("gateway", {}).get("gateway", "smg")
         python = str(python_environment(self.program, {"smg": SMG, "vllm-router": ROUTER}[self.program]))
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.replicas.fleet_of_fakes", python, str(self.port), str(count),
+                [sys.executable, "-m", "tests.replicas.fleet_of_fakes", python, str(count),
                  json.dumps(options), json.dumps(settings)],
                 cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=log, text=True)
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False, headers=headers)
+        self.http = httpx.Client(timeout=60, trust_env=False, headers=headers)  # at the address that the report names
 
     def ready(self) -> dict[str, Any]:
         """The report; ends with the fleet's first line."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.log()
-        return json.loads(line)
+        report = json.loads(line)
+        self.http.base_url = report["gateway"]["url"]
+        return report
 
     def log(self) -> str:
         return self._log.read_text()
@@ -226,7 +228,7 @@ def test_tls_ends_at_the_gateway_and_pages_elsewhere_may_call(tmp_path: Path):
                allowed_origins=["https://chat.example"]) as served:
         served.ready()
         served.http = httpx.Client(verify=ssl.create_default_context(cafile=certificate), trust_env=False,
-                                   base_url=f"https://localhost:{served.port}", timeout=30)
+                                   base_url=f"https://localhost:{served.http.base_url.port}", timeout=30)
         for model in ("fake/tiny", "chat"):
             answer = served.complete("say:hi", "s", model=model)
             assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "hi", answer.text
@@ -289,19 +291,20 @@ def test_a_killed_gateway_comes_back_and_a_killed_fleet_leaves_nothing(tmp_path:
 @pytest.mark.skipif(not STORIES.exists(), reason="shared/data/models/stories260k is absent")
 def test_the_command_serves_real_engines_with_sessions(tmp_path: Path):
     """`stretto serve --replicas 2`: a session goes on at its replica, appended to, and is found nowhere else."""
-    smg, port = python_environment("smg", SMG), free_port()
+    smg = python_environment("smg", SMG)
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", "from stretto.cli.main import main; main()", "serve",
-             str(STORIES), "--replicas", "2", "--port", str(port), "--device", "cpu"],
+             str(STORIES), "--replicas", "2", "--port", "0", "--device", "cpu"],
             env={**os.environ, "PATH": f"{smg.parent}:{os.environ['PATH']}"}, stderr=log)
-    http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False)
+    http = httpx.Client(timeout=60, trust_env=False)
     try:
         ends = time.monotonic() + 120
         while '"event": "replicas"' not in (tmp_path / "log").read_text():
             assert process.poll() is None and time.monotonic() < ends, (tmp_path / "log").read_text()
             time.sleep(0.1)
         line = next(line for line in (tmp_path / "log").read_text().splitlines() if '"event": "replicas"' in line)
+        http.base_url = json.loads(line)["gateway"]["url"]
         urls = [one["url"] for one in json.loads(line)["replicas"]]
         for session in ("one", "two", "three"):
             for turn in range(3):
