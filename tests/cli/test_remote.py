@@ -84,6 +84,8 @@ def test_chat_and_ps(server: Program, capsys: pytest.CaptureFixture):
     assert found["models"] == ["fake/tiny"] and found["counters"]["stretto_generated_tokens_total"] > 0
     assert offline("ps", f"127.0.0.1:{server.port}/v1", "--api-key", "k")[0] == 0
     assert "drafts accepted" in capsys.readouterr().out
+    code, said = offline("ps", f"127.0.0.1:{server.port}/behind/a/gateway", "--api-key", "k")
+    assert code == 1 and "is no server of Stretto: a gateway's replicas can be asked one by one" in said
 
 
 async def test_what_is_measured_is_what_was_served():
