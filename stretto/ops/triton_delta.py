@@ -45,13 +45,13 @@ class Chunking:
     tokens: int
     values: int
     warps: int = 8  # of a program that makes a chunk ready
-    warps_on: int = 8  # of one that goes from chunk to chunk
+    warps_on: int = 4  # of one that goes from chunk to chunk
     stages: int = 1  # how far its loads run ahead
 
 
-def chunking(dtype: torch.dtype) -> Chunking:
-    """For products of this type. What a chunk needs of float32 numbers takes twice the room."""
-    return Chunking(32, 32) if dtype is torch.float32 else Chunking(64, 32)
+def chunking(dtype: torch.dtype, size: int) -> Chunking:
+    """For products of this type, keys of this size. What a chunk needs of float32 numbers takes twice the room."""
+    return Chunking(max(16, 64 // (1 + (dtype is torch.float32)) // (1 + (size > 128))), 32)
 
 
 # ------------------------------------------------------------------------------------------------------ token by token
@@ -246,7 +246,7 @@ def launch_delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: 
         HEADS=heads, EACH=heads // q.shape[1], K=q.shape[2], V=width, BK=triton.next_power_of_2(q.shape[2]), BV=values,
         DELTA=beta is not None, PDL=overlaps(v.device), num_warps=4, **dependent(v.device))
     if not one_by_one:
-        _launch_chunks(q, k, v, decay, beta, out, memory, where, dtype, short, how or chunking(dtype))
+        _launch_chunks(q, k, v, decay, beta, out, memory, where, dtype, short, how or chunking(dtype, q.shape[2]))
     return out
 
 
@@ -269,7 +269,7 @@ def _launch_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: tor
     ready_kernel[chunks, heads](
         q, k, v, decay, decay if beta is None else beta, q_ready, k_ready, read, own, within, totals, step.cu_q,
         step.q_len, v.stride(0), rows, short, BV=max(16, triton.next_power_of_2(width)), LEVELS=c.bit_length() - 1,
-        ROWS=triton.next_power_of_2(rows), num_warps=how.warps, **common)
+        ROWS=max(16, triton.next_power_of_2(rows)), num_warps=how.warps, **common)
     values = max(16, min(how.values, triton.next_power_of_2(width)))
     chunks_kernel[rows, heads, triton.cdiv(width, values)](
         k, q_ready, k_ready, read, own, within, totals, out, memory.slots, memory.pages, where.pages, step.slots,
