@@ -38,17 +38,17 @@ def is_rounded(weight: torch.Tensor) -> bool:
     return weight.ndim == 2 and weight.shape[0] > 1 and weight.shape[1] % GROUP == 0
 
 
-def four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def four_bits(weight: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """[O, I] -> codes -7 .. 7 float32 [O, I] and scales [O, I / GROUP] bfloat16, whose product is nearly the weight; of
-    a weight that is so already, the same again."""
+    a weight that is so already, the same again. `scale`: the scales, where they are known."""
     groups = weight.float().unflatten(1, (-1, GROUP))
-    scale = (groups.abs().amax(2) / MOST).clamp(min=1e-8).bfloat16()
+    scale = (groups.abs().amax(2) / MOST).clamp(min=1e-8).bfloat16() if scale is None else scale
     return (groups / scale.float()[..., None]).round().clamp(-MOST, MOST).flatten(1), scale
 
 
-def rounded(weight: torch.Tensor) -> torch.Tensor:
+def rounded(weight: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
     """What a checkpoint will hold of it."""
-    codes, scale = four_bits(weight)
+    codes, scale = four_bits(weight, scale)
     return codes * scale.float().repeat_interleave(GROUP, 1)
 
 
@@ -114,11 +114,12 @@ def vocabulary_of(folder: Path) -> torch.Tensor:
     return mapping + torch.arange(len(mapping))
 
 
-def tensors_of(head: nn.Module) -> Tensors:
+def tensors_of(head: nn.Module, scales: Tensors) -> Tensors:
+    """`scales`: of weights that have been rounded by them, by name."""
     found: Tensors = {}
     for name, weight in head.state_dict().items():
         if is_rounded(weight):
-            codes, found[f"{name}_scale"] = four_bits(weight.cpu())
+            codes, found[f"{name}_scale"] = four_bits(weight.cpu(), scales.get(name))
             found[f"{name}_packed"] = words(codes.int() + 8)
             found[f"{name}_shape"] = torch.tensor(weight.shape)
         else:
@@ -178,16 +179,16 @@ def vocabulary(head: Any, vocab: int) -> tuple[Config, Tensors]:
     return {"draft_vocab_size": len(ids)}, maps
 
 
-def eagle3(folder: Path, head: Eagle3, teacher: Teacher, shape: Shape) -> None:
+def eagle3(folder: Path, head: Eagle3, teacher: Teacher, shape: Shape, scales: Tensors) -> None:
     """The original layout."""
     config = layer_config(teacher, shape, "llama") | {
         "architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": shape.hidden,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers_of(teacher, shape), "use_aux_hidden_state": True}}
     more, maps = vocabulary(head, config["vocab_size"])
-    save(folder, config | more, tensors_of(head) | maps)
+    save(folder, config | more, tensors_of(head, scales) | maps)
 
 
-def dflash(folder: Path, head: DFlash, teacher: Teacher, shape: Shape, mask: int) -> None:
+def dflash(folder: Path, head: DFlash, teacher: Teacher, shape: Shape, scales: Tensors, mask: int) -> None:
     """z-lab's layout, but for the reduced vocabulary, whose head is made of rows of the target's. `mask`: the id whose
     embedding stands for what is not known yet."""
     config = layer_config(teacher, shape, "qwen3") | {
@@ -195,10 +196,10 @@ def dflash(folder: Path, head: DFlash, teacher: Teacher, shape: Shape, mask: int
         "layer_types": ["full_attention"] * shape.layers,
         "dflash_config": {"target_layer_ids": layers_of(teacher, shape), "mask_token_id": mask}}
     more, maps = vocabulary(head, config["vocab_size"])
-    save(folder, config | more, tensors_of(head) | maps)
+    save(folder, config | more, tensors_of(head, scales) | maps)
 
 
-def dspark(folder: Path, head: DSpark, teacher: Teacher, shape: Shape, mask: int) -> None:
+def dspark(folder: Path, head: DSpark, teacher: Teacher, shape: Shape, scales: Tensors, mask: int) -> None:
     """DeepSpec's layout, with a recurrent Markov head; a reduced vocabulary as in `dflash`."""
     config = layer_config(teacher, shape, "qwen3") | {
         "architectures": ["Qwen3DSparkModel"], "block_size": head.size, "mask_token_id": mask,
@@ -206,4 +207,4 @@ def dspark(folder: Path, head: DSpark, teacher: Teacher, shape: Shape, mask: int
         "markov_rank": head.markov_head.markov_w1.embedding_dim, "markov_head_type": "rnn",
         "enable_confidence_head": True, "confidence_head_with_markov": True}
     more, maps = vocabulary(head, config["vocab_size"])
-    save(folder, config | more, tensors_of(head) | maps)
+    save(folder, config | more, tensors_of(head, scales) | maps)

@@ -41,9 +41,10 @@ class Recipe:
             "dspark": lambda: DSpark(shape, self.drafts, teacher.embedding[MASK], ids, norm, head, self.rank)}
         return made[self.kind]().to(head.device)
 
-    def save(self, folder: Path, head: Any, teacher: Teacher) -> None:
+    def save(self, folder: Path, head: Any, teacher: Teacher, scales: dict[str, torch.Tensor] | None = None) -> None:
+        """`scales`: of weights that have been rounded by them, by name; others get those of their largest numbers."""
         more = () if self.kind == "eagle3" else (MASK,)
-        getattr(export, self.kind)(folder, head, teacher, self.shape(teacher), *more)
+        getattr(export, self.kind)(folder, head, teacher, self.shape(teacher), scales or {}, *more)
 
 
 RECIPES = {recipe.kind: recipe for recipe in (

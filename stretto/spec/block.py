@@ -84,7 +84,8 @@ def read_layout(repo: DraftRepo, target: Target, section: str, from_anchor: bool
     if not isinstance(mask, int) or not 0 <= mask < target.vocab_size:
         raise DrafterError(f"{repo.name}: mask_token_id is {mask!r}; it must be an id of the target's"
                            f" 0..{target.vocab_size - 1}")
-    size = int(option("block_size", 0) or 0)
+    size = option("block_size", 0)
+    size = size if isinstance(size, int) and not isinstance(size, bool) else 0
     from_anchor = bool(raw.get("sample_from_anchor", from_anchor and nested is None))  # speculators: no, if not said
     if size < (1 if from_anchor else 2):
         raise DrafterError(f"{repo.name}: block_size is {option('block_size')!r}; the config must give a block's size")

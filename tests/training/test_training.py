@@ -54,7 +54,7 @@ def make_head(kind: str, teacher: Teacher, ids: torch.Tensor | None = None):
 def save_head(kind: str, folder: Path, head, teacher: Teacher) -> None:
     export.round_weights(head)
     more = () if kind == "eagle3" else (MASK,)
-    getattr(export, kind)(folder, head, teacher, shape_for(kind, teacher), *more)
+    getattr(export, kind)(folder, head, teacher, shape_for(kind, teacher), {}, *more)
 
 
 def short_of_best(head, teacher: Teacher, ids: list[int], known: int) -> torch.Tensor:
