@@ -1,9 +1,9 @@
 """The chunk items of the ragged attention on Hopper (sm_90): copies by the copy engine, products by warp groups.
 
-One program of three roles a multiprocessor takes items of the same list as `triton_kernels.attend_kernel`, and computes
+One program of several roles a multiprocessor takes items of the same list as `triton_kernels.attend_kernel`, and makes
 the same. In order of time, for one tile of 128 query rows (32 tokens of 4 heads, say):
 
-    copies        |K0 V0 K1 V1|K2 V2 ...                 page by page into a ring of key and value blocks
+    copies        |K0 V0 K1 V1|K2 V2 ...                 page by page into rings of blocks; a warp each
     rows 0..63        |QK0|softmax 0|QK1, PV0|softmax 1|QK2, PV1| ...
     rows 64..127        |QK0|softmax 0|QK1, PV0|softmax 1| ...        the tensor cores serve one while the other sums
 
@@ -63,21 +63,10 @@ def _pages(table, start, first, last, PAGE: gl.constexpr, BOX: gl.constexpr, KEY
 
 
 @gluon.jit
-def _copy(desc, rows, column, empty, ready, ring, stage, phase, BOX: gl.constexpr, KEYS: gl.constexpr,
-          D: gl.constexpr):
-    """One block into its place of the ring, when both groups have left that."""
-    mbarrier.wait(empty.index(stage), phase ^ 1)
-    mbarrier.expect(ready.index(stage), KEYS * D * 2)
-    for i in gl.static_range(KEYS // BOX):
-        tma.async_copy_global_to_shared(desc, [rows[i], column], ready.index(stage),
-                                        ring.index(stage).slice(i * BOX, BOX))
-
-
-@gluon.jit
-def _copies(k_desc, v_desc, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, programs, tables,
-            table_stride, PAGE: gl.constexpr, BOX: gl.constexpr, HEADS_KV: gl.constexpr, D: gl.constexpr,
-            KEYS: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr):
-    """The copying role: blocks of all items of this program, one after another."""
+def _copies(desc, ring, empty, ready, items, n, programs, tables, table_stride, PAGE: gl.constexpr, BOX: gl.constexpr,
+            HEADS_KV: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr):
+    """The copying role, once for keys and once for values: blocks of all items of this program, one after another, each
+    into its place of the ring when both groups have left that."""
     turn = 0
     block = 0
     item = _turn(0, programs)
@@ -93,9 +82,11 @@ def _copies(k_desc, v_desc, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, 
         rows = _pages(table, begin, first, last, PAGE, BOX, KEYS)
         for start in range(begin, high, KEYS):
             stage = block % STAGES
-            phase = block // STAGES & 1
-            _copy(k_desc, rows, column, k_empty, k_ready, k_ring, stage, phase, BOX, KEYS, D)
-            _copy(v_desc, rows, column, v_empty, v_ready, v_ring, stage, phase, BOX, KEYS, D)
+            mbarrier.wait(empty.index(stage), (block // STAGES & 1) ^ 1)
+            mbarrier.expect(ready.index(stage), KEYS * D * 2)
+            for i in gl.static_range(KEYS // BOX):
+                tma.async_copy_global_to_shared(desc, [rows[i], column], ready.index(stage),
+                                                ring.index(stage).slice(i * BOX, BOX))
             rows = _pages(table, start + KEYS, first, last, PAGE, BOX, KEYS)
             block += 1
         turn += 1
@@ -246,6 +237,57 @@ def _join(partial_out, partial_lse, out, sinks, token, tokens, first, splits, st
 
 
 @gluon.jit
+def _write(q, acc, m, l, i, row, d, token, tokens, out, sinks, head, SINKS: gl.constexpr, G: gl.constexpr,
+           HEADS_KV: gl.constexpr, D: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """The results of a tile that has all of its cells, in whole lines: through the memory of its queries."""
+    if SINKS:
+        l += gl.exp2(gl.load(sinks + head * G + row % G).to(gl.float32) * LOG2E - m)
+    scale = gl.convert_layout(1.0 / l, gl.SliceLayout(1, O_LAYOUT))
+    gl.thread_barrier()
+    q.store((acc * scale[:, None]).to(out.dtype.element_ty))
+    gl.thread_barrier()
+    at = ((token + i // G) * (HEADS_KV * G) + head * G + i % G).to(gl.int64) * D
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    gl.store(out + at[:, None] + d[None, :], q.load(layout), mask=(i // G < tokens)[:, None])
+
+
+@gluon.jit
+def _write_partial(acc, m, l, row, record, partial, token, tokens, out, partial_out, partial_lse, arrivals, sinks, head,
+                   GROUP: gl.constexpr, SINKS: gl.constexpr, G: gl.constexpr, HEADS_KV: gl.constexpr, D: gl.constexpr,
+                   O_LAYOUT: gl.constexpr):
+    """The partial sums of a tile that has some of its cells; the group that comes last joins them, of both groups."""
+    HEADS: gl.constexpr = HEADS_KV * G
+    scale = gl.convert_layout(gl.where(l > 0, 1.0 / l, 0.0), gl.SliceLayout(1, O_LAYOUT))
+    out_row = GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, O_LAYOUT))
+    out_at = ((partial + out_row // G) * HEADS + head * G + out_row % G).to(gl.int64) * D
+    out_d = gl.arange(0, D, layout=gl.SliceLayout(0, O_LAYOUT))
+    gl.store(partial_out + out_at[:, None] + out_d[None, :], acc * scale[:, None],
+             mask=(out_row // G < tokens)[:, None])
+    sum_at = (partial + row // G) * HEADS + head * G + row % G
+    gl.store(partial_lse + sum_at, gl.where(l > 0, m + gl.log2(l), LOWEST), mask=row // G < tokens)
+    splits = gl.load(record + 8)
+    arrival = arrivals + gl.load(record + 7) * HEADS_KV + head
+    gl.thread_barrier()  # every thread's partial sums stand before the arrival that announces them
+    if gl.atomic_add(arrival, 1, sem="acq_rel") == 2 * splits - 1:
+        gl.store(arrival, 0)  # for the next layer
+        _join(partial_out, partial_lse, out, sinks, token, tokens, gl.load(record + 9), splits, gl.load(record + 10),
+              head, SINKS, G, HEADS_KV, D)
+
+
+@gluon.jit
+def _queries(items, item, n, q_ptr, i, d, q_token_stride, q_head_stride, G: gl.constexpr, HEADS_KV: gl.constexpr,
+             WORDS: gl.constexpr):
+    """(record, first token, tokens, query rows i) of an item; zeros for rows that it does not have, or past the last
+    item."""
+    record = items + (gl.minimum(item, gl.maximum(n - 1, 0)) // HEADS_KV) * WORDS
+    token = gl.load(record)
+    tokens = gl.load(record + 1)
+    at = (token + i // G).to(gl.int64) * q_token_stride + ((item % HEADS_KV) * G + i % G) * q_head_stride
+    ok = (i // G < tokens) & (item < n)
+    return record, token, tokens, gl.load(q_ptr + at[:, None] + d[None, :], mask=ok[:, None], other=0.0)
+
+
+@gluon.jit
 def _products(q_ptr, q_tiles, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, programs, out,
               partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride, in_scale, out_scale,
               GROUP: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, G: gl.constexpr,
@@ -253,7 +295,6 @@ def _products(q_ptr, q_tiles, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready
               WORDS: gl.constexpr):
     """The multiplying role: the query rows [64 GROUP, 64 GROUP + 64) of the tiles of all items of this program."""
     ROWS: gl.constexpr = GROUP_ROWS
-    HEADS: gl.constexpr = HEADS_KV * G
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -264,20 +305,15 @@ def _products(q_ptr, q_tiles, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready
     turn = 0
     block = 0
     item = _turn(0, programs)
+    record, token, tokens, queries = _queries(items, item, n, q_ptr, i, d, q_token_stride, q_head_stride, G, HEADS_KV,
+                                              WORDS)
     while item < n:
-        record = items + (item // HEADS_KV) * WORDS
-        token = gl.load(record)
-        tokens = gl.load(record + 1)
         first_pos = gl.load(record + 2)
         low = gl.load(record + 3)
         high = gl.load(record + 4)
         partial = gl.load(record + 6)
         kv_len = gl.load(record + 11)
         head = item % HEADS_KV
-        ok = i // G < tokens
-        q_head = head * G + i % G
-        q_at = (token + i // G).to(gl.int64) * q_token_stride + q_head * q_head_stride
-        queries = gl.load(q_ptr + q_at[:, None] + d[None, :], mask=ok[:, None], other=0.0)
         gl.thread_barrier()
         q.store(queries)
         fence_async_shared()
@@ -302,35 +338,18 @@ def _products(q_ptr, q_tiles, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready
         acc, m, l, block = _masked_blocks(q, acc, m, l, block, causal, high, low, kv_len, pos, k_ring, v_ring, k_empty,
                                           k_ready, v_empty, v_ready, in_scale, out_scale, WINDOW, SOFTCAP, D, KEYS,
                                           STAGES, S_LAYOUT, O_LAYOUT)
-        if partial < 0:
-            if SINKS:
-                sink_head = head * G + row % G
-                l += gl.exp2(gl.load(sinks + sink_head).to(gl.float32) * LOG2E - m)
-            scale = gl.convert_layout(1.0 / l, gl.SliceLayout(1, O_LAYOUT))
-            gl.thread_barrier()
-            q.store((acc * scale[:, None]).to(out.dtype.element_ty))
-            gl.thread_barrier()
-            at = ((token + i // G) * HEADS + q_head).to(gl.int64) * D
-            gl.store(out + at[:, None] + d[None, :], q.load(LINES), mask=ok[:, None])
-        else:
-            row_ok = row // G < tokens
-            sum_at = (partial + row // G) * HEADS + head * G + row % G
-            scale = gl.convert_layout(gl.where(l > 0, 1.0 / l, 0.0), gl.SliceLayout(1, O_LAYOUT))
-            out_row = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, O_LAYOUT))
-            out_at = ((partial + out_row // G) * HEADS + head * G + out_row % G).to(gl.int64) * D
-            out_d = gl.arange(0, D, layout=gl.SliceLayout(0, O_LAYOUT))
-            gl.store(partial_out + out_at[:, None] + out_d[None, :], acc * scale[:, None],
-                     mask=(out_row // G < tokens)[:, None])
-            gl.store(partial_lse + sum_at, gl.where(l > 0, m + gl.log2(l), LOWEST), mask=row_ok)
-            splits = gl.load(record + 8)
-            arrival = arrivals + gl.load(record + 7) * HEADS_KV + head
-            gl.thread_barrier()  # every thread's partial sums stand before the arrival that announces them
-            if gl.atomic_add(arrival, 1, sem="acq_rel") == 2 * splits - 1:  # of both groups
-                gl.store(arrival, 0)  # for the next layer
-                _join(partial_out, partial_lse, out, sinks, token, tokens, gl.load(record + 9), splits,
-                      gl.load(record + 10), head, SINKS, G, HEADS_KV, D)
         turn += 1
-        item = _turn(turn, programs)
+        item = _turn(turn, programs)  # its queries arrive while this one's results leave
+        next_record, next_token, next_tokens, queries = _queries(items, item, n, q_ptr, i, d, q_token_stride,
+                                                                 q_head_stride, G, HEADS_KV, WORDS)
+        if partial < 0:
+            _write(q, acc, m, l, i, row, d, token, tokens, out, sinks, head, SINKS, G, HEADS_KV, D, O_LAYOUT)
+        else:
+            _write_partial(acc, m, l, row, record, partial, token, tokens, out, partial_out, partial_lse, arrivals,
+                           sinks, head, GROUP, SINKS, G, HEADS_KV, D, O_LAYOUT)
+        record = next_record
+        token = next_token
+        tokens = next_tokens
 
 
 @gluon.jit(do_not_specialize=["table_stride"])
@@ -341,13 +360,7 @@ def attend_chunks_kernel(q, k_desc, v_desc, tables, items, counts, arrivals, out
                          WORDS: gl.constexpr, PDL: gl.constexpr):
     """A persistent grid of one program of 12 warps on each multiprocessor; see above. The launch of the rows of few
     tokens comes after it and relies on its wait."""
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32,
-                                  is_pure=False, pack=1)
     BOX: gl.constexpr = k_desc.block_type.shape[0]
-    programs = gl.load(counts + 4)  # the others leave their multiprocessors to the rows of few tokens
-    n = gl.where(gl.program_id(0) < programs, gl.load(counts) * HEADS_KV, 0)
     q_tiles = gl.allocate_shared_memory(k_desc.dtype, [2, 64, D], k_desc.layout)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, D], k_desc.layout)
@@ -360,6 +373,12 @@ def attend_chunks_kernel(q, k_desc, v_desc, tables, items, counts, arrivals, out
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
         mbarrier.init(v_ready.index(i), count=1)
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32,
+                                  is_pure=False, pack=1)
+    programs = gl.load(counts + 4)  # the others leave their multiprocessors to the rows of few tokens
+    n = gl.where(gl.program_id(0) < programs, gl.load(counts) * HEADS_KV, 0)
     gl.warp_specialize([
         (_products, (q, q_tiles, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, programs, out,
                      partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride, in_scale, out_scale, 0,
@@ -367,9 +386,11 @@ def attend_chunks_kernel(q, k_desc, v_desc, tables, items, counts, arrivals, out
         (_products, (q, q_tiles, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, programs, out,
                      partial_out, partial_lse, arrivals, sinks, q_token_stride, q_head_stride, in_scale, out_scale, 1,
                      WINDOW, SOFTCAP, SINKS, G, HEADS_KV, D, KEYS, STAGES, WORDS)),
-        (_copies, (k_desc, v_desc, k_ring, v_ring, k_empty, k_ready, v_empty, v_ready, items, n, programs, tables,
-                   table_stride, PAGE, BOX, HEADS_KV, D, KEYS, STAGES, WORDS)),
-    ], [4, 1], [232, 40])
+        (_copies, (k_desc, k_ring, k_empty, k_ready, items, n, programs, tables, table_stride, PAGE, BOX, HEADS_KV, D,
+                   KEYS, STAGES, WORDS)),
+        (_copies, (v_desc, v_ring, v_empty, v_ready, items, n, programs, tables, table_stride, PAGE, BOX, HEADS_KV, D,
+                   KEYS, STAGES, WORDS)),
+    ], [4, 1, 1], [232, 40, 40])
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
