@@ -161,6 +161,20 @@ def test_the_text_part_of_a_multimodal_checkpoint(family, layout, tmp_path):
     assert model_facts(tmp_path).parameters == sum(p.numel() for p in oracle.parameters())
 
 
+def test_a_config_of_granite_4_as_it_was_published(tmp_path):
+    """Older names of the kinds of layers, and "nope" for no rotation."""
+    oracle = save(tmp_path, "GraniteMoeHybrid", **GRANITE)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"position_embedding_type": "nope", "layer_types": ["mamba", "attention", "mamba"]}
+    path.write_text(json.dumps({name: value for name, value in config.items() if name != "time_step_limit"}))
+    model, ids = load_model(tmp_path, dtype=torch.float32, device=CPU), ids_of(12)
+    torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
+    path.write_text(json.dumps(config | {"mamba_n_heads": 5}))
+    with pytest.raises(ConfigError, match="mamba_n_heads is 5; it must divide the 96 inner features"):
+        load_model(tmp_path, dtype=torch.float32, device=CPU)
+
+
 def test_experts_that_are_stored_together(tmp_path):
     """As the first checkpoints of Qwen3.5 hold them."""
     oracle = save(tmp_path, "Qwen3_5Moe", **QWEN3_5_MOE)
