@@ -132,7 +132,7 @@ class TritonRagged:
                   k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, group: int,
                   scales: KVScales | None, early: bool) -> torch.Tensor | None:
         """`attn.api.ProjectedBackend`: short steps of few rows, where nothing asks for more than plain attention."""
-        plain = not self.fixed and scales is None and k_cache.dtype == qkv.dtype
+        plain = not self.fixed and scales is None and k_cache.dtype == qkv.dtype and qkv.dtype.itemsize == 2
         sizes = short_launch(layer, step) if plain else None
         if (sizes is None or sizes.rows * layer.n_kv_heads > len(self.arrivals)
                 or sizes.partials > self.capacity(layer) or qkv.stride()[1:] != (layer.head_dim, 1)

@@ -154,27 +154,24 @@ def _clear(out, first, n_tokens, STEP: tl.constexpr, HEADS: tl.constexpr, D: tl.
 def short_kernel(qkv, rope, q_weight, k_weight, k_cache, v_cache, tables, slots, bases, q_lens, cu_q, out, partial_out,
                  partial_lse, arrivals, qkv_stride, page_stride, cell_stride, table_stride, eps, scale, n_rows,
                  n_tokens, early, G: tl.constexpr, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, D: tl.constexpr,
-                 M: tl.constexpr, MOST: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr,
-                 NORM: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+                 M: tl.constexpr, MOST: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+                 PAGE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+                 UPCAST: tl.constexpr):
     """One program for a split of a row's cells and a KV head. Query i of the tile is token i // G, head i % G of the
     group. `early`: what binding wrote may be read before the wait."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL and early == 0:
         tl.extra.cuda.gdc_wait()
-    base = tl.load(bases + row)
-    tokens = tl.load(q_lens + row)
-    token = tl.load(cu_q + row)
-    padding = tl.load(cu_q + n_rows)
+    base, tokens = tl.load(bases + row), tl.load(q_lens + row)
+    token, padding = tl.load(cu_q + row), tl.load(cu_q + n_rows)
     table = tables + tl.load(slots + row).to(tl.int64) * table_stride
     kv = base + tokens
     each = tl.cdiv(tl.cdiv(kv, KEYS), SPLITS) * KEYS
     splits = tl.where(tokens > 0, tl.cdiv(kv, tl.maximum(each, 1)), 0)
     low = split * each
     high = tl.where(split < splits, tl.minimum(low + each, kv), 0)
-    i = tl.arange(0, M)
-    t = tl.arange(0, KEYS)
+    i, t = tl.arange(0, M), tl.arange(0, KEYS)
     d = tl.arange(0, D // 2)[None, :]
-    both = tl.arange(0, D)[None, :]
     cell = low + t
     at = _places(table, cell, high, head, page_stride, cell_stride, PAGE, D)
     k1, k2, v = _load(k_cache, v_cache, at, cell < tl.minimum(high, base), D)
@@ -198,11 +195,14 @@ def short_kernel(qkv, rope, q_weight, k_weight, k_cache, v_cache, tables, slots,
                                qkv_stride, eps, G, HEADS_KV, D, NORM)
         acc, m, l = _block(q1, q2, acc, m, l, k1, k2, v, cell, pos, high, scale, PRECISION, UPCAST)
         clear = tl.maximum(tl.minimum(high, base) // KEYS * KEYS, low + KEYS)  # blocks before it hold old cells alone
-        for start in tl.range(low + KEYS, clear, KEYS, num_stages=2):
-            cell = start + t
-            at = _places(table, cell, high, head, page_stride, cell_stride, PAGE, D)
+        cell += KEYS
+        page = tl.load(table + cell // PAGE, mask=cell < clear, other=0)  # of the block after, a turn early
+        for start in tl.range(low + KEYS, clear, KEYS, num_stages=STAGES):
+            at = page.to(tl.int64) * page_stride + cell % PAGE * cell_stride + head * D
+            page = tl.load(table + (cell + KEYS) // PAGE, mask=cell + KEYS < clear, other=0)
             k1, k2, v = _load(k_cache, v_cache, at, cell < base, D)
             acc, m, l = _block(q1, q2, acc, m, l, k1, k2, v, cell, pos, high, scale, PRECISION, UPCAST)
+            cell = start + KEYS + t
         for start in tl.range(clear, high, KEYS, num_stages=1):
             cell = start + t
             at = _places(table, cell, high, head, page_stride, cell_stride, PAGE, D)
@@ -211,9 +211,8 @@ def short_kernel(qkv, rope, q_weight, k_weight, k_cache, v_cache, tables, slots,
                                qkv_stride, eps, G, HEADS_KV, D, NORM)
             acc, m, l = _block(q1, q2, acc, m, l, k1, k2, v, cell, pos, high, scale, PRECISION, UPCAST)
         if splits == 1:
-            y = acc / tl.where(l > 0, l, 1.0)[:, None]
-            to = out + ((token + i // G).to(tl.int64) * HEADS_KV * G + q_head)[:, None] * D + both
-            tl.store(to, y.to(out.dtype.element_ty), mask=ok[:, None])
+            to = out + ((token + i // G).to(tl.int64) * HEADS_KV * G + q_head)[:, None] * D + tl.arange(0, D)[None, :]
+            tl.store(to, (acc / tl.where(l > 0, l, 1.0)[:, None]).to(out.dtype.element_ty), mask=ok[:, None])
         else:
             sum_at = ((row * SPLITS + split) * MOST + i // G) * HEADS_KV * G + q_head
             if _is_last(acc, m, l, partial_out, partial_lse, sum_at, ok, arrivals + row * HEADS_KV + head, splits, D):
@@ -236,6 +235,7 @@ class ShortLaunch:
     splits: int
     group: int  # query heads of a KV head
     keys: int = KEYS
+    stages: int = 3  # depth of the pipeline of all blocks but the first
     warps: int = 4
 
     @property
@@ -269,7 +269,7 @@ def launch_short(sizes: ShortLaunch, layer: LayerSpec, qkv: torch.Tensor, rope: 
         table.stride(0), 0.0 if norm is None else norm.eps, LOG2E.value * layer.scale, sizes.rows, sizes.tokens,
         int(early), G=sizes.group, GROUP=triton.next_power_of_2(sizes.group), HEADS_KV=layer.n_kv_heads,
         D=layer.head_dim, M=max(16, triton.next_power_of_2(sizes.most * sizes.group)), MOST=sizes.most, KEYS=sizes.keys,
-        SPLITS=sizes.splits, PAGE=step.page_size, NORM=norm is not None, PDL=pdl,
+        STAGES=sizes.stages, SPLITS=sizes.splits, PAGE=step.page_size, NORM=norm is not None, PDL=pdl,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         UPCAST=INTERPRETED and qkv.dtype == torch.bfloat16, num_warps=sizes.warps,
         **({"launch_pdl": True} if pdl else {}))
