@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from stretto.host.faults import HostFault, need
-from stretto.host.ledger import Lease, Ledger
+from stretto.host.lease import Lease
+from stretto.host.ledger import Ledger
 from stretto.host.prefix import Node
 from stretto.wire import NULL_PAGE
 

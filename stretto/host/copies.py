@@ -12,9 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from stretto.host.ops import Ops
-
-NO_PLAN = -1
+from stretto.host.ops import NO_PLAN, Ops
 
 
 class CopiesInFlight:

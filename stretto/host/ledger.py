@@ -1,11 +1,4 @@
-"""Who holds which page of KV, and how long each sequence is known to be. The only writer of a Lease.
-
-Two bounds for every lease, in KV cells:
-
-    |---- proved ----|---- may be committed by steps in flight ----|--- lookahead ---|
-    0                lo                                            hi                     <= top = limit - 1 (hi only)
-
-    pages are held for [0, hi + lookahead)      pages are freed and shared only below lo
+"""Who holds which page of KV, and how long each sequence is known to be. The only writer of a Lease (host/lease.py).
 
 The device owns the exact length; a result moves `lo` to it. Every page of every group is in exactly one place: free,
 held by one lease, or shared in the prefix tree (checked in host/audit.py).
@@ -17,12 +10,8 @@ prefix is adopted again. Such pages are waited for until their copy is done (hos
     adopted -> RESTORE in plan N -> in the tree at once; a lease that reads it has `arrived` when N's copies are done
 
 Groups are `full` (window None), `window(W)`, or `state` (window wire.STATE: layers that keep one state in place of
-cells). A sequence's state is in its slot; a page of the `state` group holds the one behind its last cell, of every n-th
-page, which the device writes as it passes there. Such pages are taken where there are some and done without where there
-are none. Nothing can go on but from a state, so a lease without a slot ends at one:
-
-    pages     |   |   |   | s |   |   |   | s |   |          adopted, forked, rewound: at the last `s` that is held
-                              lo                  ^ rested   left its slot: the slot's state is kept for this lease
+cells, see host/states.py). Pages of the `state` group are taken where there are some and done without where there are
+none. Nothing can go on but from a state, so a lease without a slot ends at one.
 """
 
 from __future__ import annotations
@@ -30,54 +19,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
-from stretto.host.copies import NO_PLAN, CopiesInFlight
+from stretto.host.copies import CopiesInFlight
 from stretto.host.faults import HostFault, need
+from stretto.host.lease import Lease, Reservation
 from stretto.host.limits import HostLimits
 from stretto.host.ops import Mapping, Ops
 from stretto.host.prefix import Node, PrefixTree
+from stretto.host.states import KeptStates
 from stretto.host.tier import HostTier
 from stretto.wire import NULL_PAGE, STATE, Moved, Seam, state_cells
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    """What a sequence holds. Only Ledger writes it.
-
-    `pages[group]` lists the pages of cells [0, n * page_size); those of the first len(nodes) are shared. In a window
-    group the entries below `first[group]` are NULL_PAGE; in a `state` group most others as well."""
-
-    root: Node
-    nodes: list[Node]
-    pages: list[list[int]]
-    first: list[int]
-    lo: int  # cells proved by the last processed result
-    top: int  # limit - 1: no cell at or above it is ever committed
-    draft_lo: int  # lo; or lo + 1 where cell lo is fed again and its draft cell stands
-    flight: deque[tuple[int, int]] = field(default_factory=deque)  # (seq, q_cap) of steps without a result yet
-    flying: int = 0  # sum of the caps in flight
-    away: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of pages that only the host has: `fetch`
-    tail: Node | None = None  # the end of it, of which `fetch` makes a page of its own
-    tail_pins: set[int] = field(default_factory=set)  # groups whose page of the tail it pins
-    arrives: int = NO_PLAN  # its pages may be read once the copies of this plan are done
-    ahead: int = 0  # cells past lo that the steps in flight when it was settled may have fed, at most
-    rested: int = -1  # length at which its state is kept in the page of the last cell; -1: where pages end
-
-    @property
-    def hi(self) -> int:
-        """Cells that the steps in flight may have committed, at most."""
-        return min(self.top, self.lo + self.flying)
-
-
-class Reservation(NamedTuple):
-    """Pages for [0, hi + q_cap) and the lookahead, held in every group. Made by Ledger.reserve alone."""
-
-    lease: Lease
-    q_cap: int
-    mapped: list[Mapping]
 
 
 class Ledger:
@@ -89,7 +41,9 @@ class Ledger:
         self._groups = range(len(self.windows))
         self._has_window = any(w is not None for w in self.windows)
         self._state = self.windows.index(STATE) if STATE in self.windows else None
-        self._state_every, self._state_cells = limits.state_every, state_cells(limits.width)
+        self._states: KeptStates | None = None
+        if self._state is not None:
+            self._states = KeptStates(self._state, self.page_size, limits.state_every, state_cells(limits.width))
         # what a sequence holds of a window group while chunks are in flight; more is only asked for, never needed
         self._window_pages = [limits.window_pages(w) + -(-limits.chunk // limits.page_size) for w in self.windows]
         self.free: list[deque[int]] = [deque(range(1, n + 1)) for n in self.n_pages]
@@ -404,17 +358,17 @@ class Ledger:
                     self._return_unwritten(group, taken)
                 return None
             got[g] = pages
-        if self._state is not None:
-            got[self._state] = [self._state_page(self._state, i) for i in range(held, n)]
+        if self._states is not None:
+            got[self._states.group] = [self._state_page(self._states, i) for i in range(held, n)]
         mapped = []
         for g, pages in got.items():
             mapped += [(g, held + i, page) for i, page in enumerate(pages) if page != NULL_PAGE]
             lease.pages[g] += pages
         return Reservation(lease, q_cap, mapped)
 
-    def _state_page(self, group: int, index: int) -> int:
+    def _state_page(self, states: KeptStates, index: int) -> int:
         """For the state behind the page of this index, where it is to be kept and there is room; else NULL_PAGE."""
-        taken = None if (index + 1) % self._state_every else self._take(group, 1)
+        taken = self._take(states.group, 1) if states.is_kept(index) else None
         return taken[0] if taken else NULL_PAGE
 
     def launch(self, reservation: Reservation, seq: int) -> None:
@@ -497,36 +451,22 @@ class Ledger:
 
     def _read_from(self, lease: Lease, group: int) -> int:
         """The first page of a group that anybody may read who goes on from lo, or feeds cell lo - 1 again."""
-        if group == self._state:
-            n = self._state_below(lease, lease.lo)
-            return (n - 1) // self.page_size if n else lease.lo // self.page_size
+        if self._states is not None and group == self._states.group:
+            return self._states.read_from(lease)
         return min(self._window_start(group, max(0, lease.lo - 1)), len(lease.pages[group]))
-
-    def _state_below(self, lease: Lease, n: int, rested: bool = True) -> int:
-        """The longest length up to `n`, which is proved, whose state the lease holds in a page; 0 if there is none.
-        `rested`: even where that is inside a page."""
-        if rested and 0 <= lease.rested <= n:
-            return lease.rested
-        assert self._state is not None
-        pages = lease.pages[self._state]
-        for i in range(min(len(pages), n // self.page_size) - 1, lease.first[self._state] - 1, -1):
-            if pages[i] != NULL_PAGE:
-                return (i + 1) * self.page_size
-        return 0
 
     def rest(self, lease: Lease, slot: int, exact: bool = False) -> None:
         """A settled sequence has left its slot (0: and no plan may name that any more), and keeps its pages. Its state
         is kept as well, or lo goes back to the last one that is. `exact`: the device has fed no more than lo."""
         ahead, lease.ahead = 0 if exact else lease.ahead, 0
-        if self._state is None or self._state_below(lease, lease.lo) == lease.lo:
+        if self._states is None or self._states.is_held(lease):
             return
-        if not slot or ahead >= self._state_cells or not self._keep_state(lease, slot):
+        if not (slot and self._states.outlives(ahead) and self._keep_state(self._states, lease, slot)):
             self.truncate(lease, lease.lo)
 
-    def _keep_state(self, lease: Lease, slot: int) -> bool:
+    def _keep_state(self, states: KeptStates, lease: Lease, slot: int) -> bool:
         """The slot's state at lo, of which it has a cell, goes beside the page of cell lo - 1. False: there is none."""
-        g, i = self._state, (lease.lo - 1) // self.page_size
-        assert g is not None
+        g, i = states.group, (lease.lo - 1) // self.page_size
         node = lease.nodes[i] if i < len(lease.nodes) else None  # then the page is full
         if node is not None and node.pages[g] != NULL_PAGE:  # somebody else has kept it
             self.tree.pin(node, g)
@@ -540,15 +480,14 @@ class Ledger:
                 if node is not None:
                     self.tree.put(node, g, taken[0])
                     self.leased[g] -= 1
-            cell = slot * self._state_cells + lease.lo % self._state_cells
-            self._ops.keep_state(g, cell, lease.pages[g][i])
+            self._ops.keep_state(g, states.cell(slot, lease.lo), lease.pages[g][i])
         lease.first[g], lease.rested = min(lease.first[g], i), lease.lo
         return True
 
     @property
     def has_states(self) -> bool:
         """Whether a sequence can go on only where its state is at hand."""
-        return self._state is not None
+        return self._states is not None
 
     def _let_go(self, lease: Lease, group: int, index: int) -> None:
         """The lease gives up one page: its pin on a shared one, the page itself otherwise."""
@@ -575,8 +514,8 @@ class Ledger:
             return Seam.UNKNOWN  # forked: the cell is fed again
         if lease.lo == 0:
             return Seam.START
-        if self._state is not None:
-            page = lease.pages[self._state][(lease.lo - 1) // self.page_size]
+        if self._states is not None:
+            page = self._states.page_at_end(lease)
             need(page != NULL_PAGE, f"a sequence would go on from {lease.lo} cells without its state")
             return page
         if lease.lo % self.page_size == 0:
@@ -601,8 +540,8 @@ class Ledger:
         states the child goes on from the last one below n, which ends a page, so nothing is copied."""
         need(1 <= n <= lease.lo, f"a fork at {n} tokens of a sequence proved up to {lease.lo}")
         swaps = self._share(lease, tokens)
-        if self._state is not None:
-            return self._fork_at_state(lease, self._state_below(lease, n - 1, rested=False), top), swaps
+        if self._states is not None:
+            return self._fork_at_state(lease, self._states.below(lease, n - 1, rested=False), top), swaps
         last = (n - 1) // self.page_size
         for g in self._groups:
             if NULL_PAGE in lease.pages[g][self._window_start(g, n - 1) : last + 1]:
@@ -642,8 +581,8 @@ class Ledger:
         and none is held at `n`; and nothing, where window cells that the next token would read are gone."""
         need(not lease.flight, "a lease in flight is settled before it is truncated")
         reach = min(lease.lo, n)
-        if self._state is not None:
-            reach = self._state_below(lease, reach)
+        if self._states is not None:
+            reach = self._states.below(lease, reach)
         if reach // self.page_size < len(lease.nodes):
             reach -= reach % self.page_size
         start = [self._window_start(g, max(0, reach - 1)) for g in self._groups]
@@ -700,9 +639,9 @@ class Ledger:
             self.drop(lease, useful)
             return None
         home = None if self.prefix_cache else self.join(lease.root)
-        if self.has_states and slot and lease.lo and lease.flying < self._state_cells \
-                and self._state_below(lease, lease.lo) != lease.lo:
-            self._keep_state(lease, slot)
+        states = self._states
+        if states is not None and slot and lease.lo and states.outlives(lease.flying) and not states.is_held(lease):
+            self._keep_state(states, lease, slot)
         self._share(lease, tokens)
         self._share_tail(lease, tokens)
         self.drop(lease, useful)

@@ -21,6 +21,7 @@ from stretto.host.faults import need
 from stretto.wire import HostDraft, PageOp, Seat, StepPlan
 
 Mapping = tuple[int, int, int]  # (group, index, page)
+NO_PLAN = -1  # before the first one
 
 
 class Ops:
@@ -31,7 +32,7 @@ class Ops:
         self._clear()
 
     def _clear(self) -> None:
-        self._fence = -1
+        self._fence = NO_PLAN
         self._releases: dict[int, None] = {}
         self._seats: dict[int, Seat] = {}
         self._maps: dict[int, dict[tuple[int, int], int]] = {}

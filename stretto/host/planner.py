@@ -23,7 +23,8 @@ import numpy as np
 from stretto.host.counters import Counters
 from stretto.host.elastic import Choice, Demand
 from stretto.host.faults import need
-from stretto.host.ledger import Ledger, Reservation
+from stretto.host.lease import Reservation
+from stretto.host.ledger import Ledger
 from stretto.host.limits import HostDrafter, HostLimits
 from stretto.host.ops import Ops
 from stretto.host.queue import Queue

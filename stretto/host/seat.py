@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stretto.host.ledger import Lease
+from stretto.host.lease import Lease
 from stretto.host.turn import Job, Turn
 from stretto.wire import Goal, Seat
 

@@ -26,7 +26,8 @@ import msgspec
 from stretto.host.counters import Counters
 from stretto.host.history import History, Past, common
 from stretto.host.intake import Intake
-from stretto.host.ledger import Lease, Ledger
+from stretto.host.lease import Lease
+from stretto.host.ledger import Ledger
 from stretto.host.limits import HostLimits
 from stretto.host.live import Live
 from stretto.host.ops import Ops

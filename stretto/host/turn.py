@@ -11,7 +11,7 @@ from stretto.wire import NEVER, Goal
 
 if TYPE_CHECKING:
     from stretto.host.grammar import GrammarState
-    from stretto.host.ledger import Lease
+    from stretto.host.lease import Lease
     from stretto.host.prefix import Node
     from stretto.host.session import Session
 

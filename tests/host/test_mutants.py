@@ -21,7 +21,8 @@ from stretto.host.copies import NO_PLAN, CopiesInFlight
 from stretto.host.grammar import GrammarState
 from stretto.host.half import HostHalf
 from stretto.host.intake import Intake
-from stretto.host.ledger import Lease, Ledger
+from stretto.host.lease import Lease
+from stretto.host.ledger import Ledger
 from stretto.host.ops import Ops
 from stretto.host.planner import Planner
 from stretto.host.prefix import PrefixTree
@@ -29,6 +30,7 @@ from stretto.host.results import Results
 from stretto.host.session import ROLLED_BACK, Sessions
 from stretto.host.share import share_budget
 from stretto.host.slots import Slots
+from stretto.host.states import KeptStates
 from stretto.host.tier import HostTier
 from stretto.host.turn import Turn
 from stretto.text.masks import MaskMaker
@@ -711,7 +713,7 @@ def adopt_without_a_state(m: Patch) -> None:
 
 
 def rewind_between_states(m: Patch) -> None:
-    wrapped(m, Ledger, "_state_below", lambda f, self, lease, n, rested=True: (
+    wrapped(m, KeptStates, "below", lambda f, self, lease, n, rested=True: (
         n if rested else f(self, lease, n, rested)))
 
 

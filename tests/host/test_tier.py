@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.host.audit import audit, check
-from stretto.host.ledger import Lease, Ledger
+from stretto.host.lease import Lease
+from stretto.host.ledger import Ledger
 from stretto.host.limits import HostLimits
 from stretto.host.ops import Ops
 from stretto.host.rates import TRY_AGAIN, Line, Rates
