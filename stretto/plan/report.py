@@ -111,4 +111,15 @@ def _advice(question: Question, options: Sequence[Option]) -> str:
     if not best.fits:
         return "nothing fits"
     packed = f"\nMODEL: a checkpoint with weights of {bits} bits" if bits < 16 else ""
-    return f"{best.replicas:,} x {command(question, best)}{packed}"
+    return f"{best.replicas:,} x {command(question, best)}{_on_hosts(question, best)}{packed}"
+
+
+def _on_hosts(question: Question, best: Option) -> str:
+    """Where a host has room for several replicas."""
+    each = question.hardware.node // best.ranks
+    if min(each, best.replicas) < 2:
+        return ""
+    if best.replicas <= each:
+        return f"\nor on one host: once, with --replicas {best.replicas}"
+    return (f"\nor on hosts of {question.hardware.node} GPUs: {-(-best.replicas // each):,} x the same with --replicas"
+            f" {each}")

@@ -17,10 +17,10 @@ from stretto.host.cost import CostModel, StepWork
 from stretto.plan import load as drawing
 from stretto.plan.hardware import Hardware, engine, find_hardware, known_hardware
 from stretto.plan.load import Lengths, Load, Talk, Turn, parse_load, read_trace, shares
-from stretto.plan.options import MOST_SEATS, Goals, Option, Question, kv_room, plan
-from stretto.plan.report import as_data
+from stretto.plan.options import MOST_SEATS, SCHEDULES, Goals, Option, Question, kv_room, plan
+from stretto.plan.report import _advice, as_data
 from stretto.plan.shapes import find_shape, known_shapes
-from stretto.plan.simulate import CostTable, Replica, _steps_until, simulate, simulate_long
+from stretto.plan.simulate import CostTable, Outcome, Replica, _steps_until, simulate, simulate_long
 from stretto.plan.steps import Steps
 
 SMALL = find_shape("qwen3-0.6b")
@@ -244,6 +244,16 @@ def test_a_trace_is_planned_too(tmp_path: Path):
     assert found[0].fits and found[0].replicas >= 1
     twice = sorted([*trace, *trace])
     assert devices(plan(Question(SMALL, ONE, engine(), twice, Goals(1.0, 0.05)))) >= devices(found)
+
+
+@pytest.mark.parametrize("node, ranks, replicas, told", [
+    (8, 8, 5, ""), (8, 1, 1, ""), (8, 2, 3, "or on one host: once, with --replicas 3"),
+    (8, 2, 9, "or on hosts of 8 GPUs: 3 x the same with --replicas 4")])
+def test_replicas_that_fit_a_host_are_one_command(node: int, ranks: int, replicas: int, told: str):
+    question = Question(SMALL, replace(ONE, node=node), engine(), load(1), Goals())
+    option = Option(ranks, SCHEDULES[0], 1000, 1.0, replicas, "", outcome=Outcome())
+    first, *others = _advice(question, [option]).splitlines()
+    assert first.startswith(f"{replicas} x stretto serve MODEL") and "\n".join(others) == told
 
 
 def test_every_replica_of_a_trace_is_judged():
