@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
+from stretto.attn import triton_short
 from stretto.ops import (
     skinny,
     triton_delta,
@@ -87,6 +88,12 @@ def grouped_kernels(arch: int, pdl: bool):
                            dict(logits="*bf16", weights="*fp32", experts="*i64"))
     yield "places", build(triton_grouped.group_kernel, dict(K=8, PADDED=True, N=512, E=256, EACH=16, PDL=pdl), 4, arch,
                           dict.fromkeys(("experts", "tokens", "slots", "bounds", "places"), "*i64"))
+    types = dict.fromkeys(("experts", "tokens", "slots", "bounds", "places"), "*i64") | dict(counts="*i32",
+                                                                                             before="*i32")
+    for name, kernel in (("counted", triton_grouped.count_kernel), ("taken", triton_grouped.place_kernel)):
+        yield f"places, {name}", build(kernel, dict(K=8, PADDED=True, N=256, E=256, EACH=16, PDL=pdl), 4, arch, types)
+    yield "places, before", build(triton_grouped.before_kernel, dict(E=256, AT_ONCE=16, PDL=pdl), 4, arch,
+                                  dict(counts="*i32", bounds="*i64"))
     yield "sum over choices", build(
         triton_grouped.combine_kernel, dict(K=8, PADDED=True, ADD=True, BLOCK=1024, PDL=pdl), 4, arch,
         dict(made="*bf16", weights="*fp32", tokens="*i64", residual="*bf16"))
@@ -173,6 +180,16 @@ def tile_kernels(arch: int, pdl: bool):
 def tiles(sizes: dict) -> dict[str, str]:
     return {f"{name}_tiles": f"tensordesc<bf16[{sizes[rows]}, {sizes['BK']}]>"
             for name, rows in (("x", "BM"), ("w", "BN"))}
+
+
+def short_kernels(arch: int, pdl: bool):
+    types = dict(qkv="*bf16", rope="*fp32", tables="*i32", bases="*i32", q_lens="*i32", partial_out="*fp32",
+                 partial_lse="*fp32", scale="fp32")
+    for group, most, splits in ((4, 1, 32), (4, 4, 8), (2, 8, 4), (7, 2, 16)):
+        sizes = dict(G=group, GROUP=8 if group == 7 else group, HEADS_KV=8, D=128, M=16, MOST=most,
+                     KEYS=triton_short.KEYS, STAGES=3, SPLITS=splits, PAGE=16, NORM=group == 2, PDL=pdl,
+                     PRECISION="tf32", UPCAST=False)
+        yield f"short steps, {group} heads, {most} tokens", build(triton_short.short_kernel, sizes, 4, arch, types)
 
 
 def step_kernels(arch: int, pdl: bool):
@@ -262,8 +279,8 @@ def main() -> None:
     parser.add_argument("arch", type=int)
     arch = parser.parse_args().arch
     torch.set_num_threads(1)
-    for kernels in (layer_kernels, grouped_kernels, packed_kernels, skinny_kernels, fixed_kernels, step_kernels,
-                    draft_kernels, rank_kernels, recurrent_kernels):
+    for kernels in (layer_kernels, grouped_kernels, packed_kernels, skinny_kernels, short_kernels, fixed_kernels,
+                    step_kernels, draft_kernels, rank_kernels, recurrent_kernels):
         for name, shared in kernels(arch, arch >= 90):
             print(json.dumps({name: shared}))
 
