@@ -26,6 +26,7 @@ HARMONY: Mapping[str, Any] = {  # gpt-oss: https://developers.openai.com/cookboo
                           "close": ["<|call|>", "<|end|>"], "content_args": {"strip": False}, "repeats": True}}}
 _GROWING = "growing_calls"
 _GROWING_HEAD = re.compile(r"([^\s<]+)[^{}]*?<\|message\|>\s*")
+_HEAD_LENGTH = 512  # at most; where it is longer it is none, and is not looked for again with every token
 _UNREADABLE = (ValueError, LookupError, TypeError)  # what the parser raises
 _CONTENT, REASONING = ("content",), ("thinking", "reasoning", "reasoning_content")
 
@@ -43,7 +44,7 @@ class GrowingCall:
         self._text += text
         parts: list[Part] = []
         if self._arguments is None:
-            head = _GROWING_HEAD.match(self._text)
+            head = _GROWING_HEAD.match(self._text, 0, _HEAD_LENGTH)
             if head is None or not self._text.startswith("{", head.end()):
                 return []
             self._text, self._arguments = self._text[head.end() :], JsonArguments()
@@ -56,8 +57,8 @@ class GrowingCall:
 
     def rest(self, final: bool) -> tuple[list[Part], str]:
         """At its end: what of it did not come out, and words. A call may have no arguments. `final`: it may be cut."""
-        head = None if self._arguments else _GROWING_HEAD.fullmatch(self._text)
-        if head is None:
+        head = _GROWING_HEAD.fullmatch(self._text)
+        if head is None or self._arguments or len(self._text) > _HEAD_LENGTH:
             return [], self._text
         return [CallBegin(self._number, head[1]), *([] if final else [CallArguments(self._number, "{}")])], ""
 

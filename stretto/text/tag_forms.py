@@ -34,6 +34,7 @@ class TagArguments:
         self._json, self._done = "{", False
         self._several = False  # a value was read
         self._kind: Types = ()  # of the value that is read
+        self._raw = ""  # of it, where it comes out whole
         self._step = self._between
 
     def read(self, text: str) -> Read:
@@ -54,6 +55,9 @@ class TagArguments:
             return True
         if stop is not None:
             self._json, self._at, self._done = self._json + "}", stop[0], True
+            return True
+        begun = self._text.rfind(self._tags.begin, self._at)  # of a key; what stands before it has no meaning
+        self._at = begun if begun >= 0 else self._kept((self._tags.begin, self._tags.stop, END_CALL))
         return False
 
     def _line_break(self) -> bool:
@@ -66,42 +70,41 @@ class TagArguments:
     def _value(self) -> bool:
         is_string = self._kind in ((), ("string",))
         self._json += '"' if is_string else ""
-        self._step = self._string if is_string else self._other
+        self._raw, self._step = "", self._string if is_string else self._other
         return True
 
     def _string(self) -> bool:
-        end = _first(self._text, self._at, self._tags.ends)
-        upto = end[0] if end is not None else max(self._at, len(self._text) - _held(self._text, self._tags.ends))
-        self._json += json_text(self._text[self._at : upto])[1:-1]
-        self._at = upto
-        if end is not None:
-            self._json += '"'
-            self._go_on(end)
-        return end is not None
+        piece, ends = self._more()
+        self._json += json_text(piece)[1:-1] + ('"' if ends else "")
+        return ends
 
     def _other(self) -> bool:
-        end = _first(self._text, self._at, self._tags.ends)
-        if end is not None:
-            self._json += json_text(value_of(self._text[self._at : end[0]], self._kind))
-            self._go_on(end)
-        return end is not None
+        piece, ends = self._more()
+        self._raw += piece
+        if ends:
+            self._json += json_text(value_of(self._raw, self._kind))
+        return ends
 
-    def _go_on(self, end: tuple[int, str]) -> None:
-        """Behind a value's end; what ends all values is read again."""
-        place, written = end
-        self._at = place + (written.index(self._tags.stop) if self._tags.stop in written else len(written))
-        self._step = self._between
+    def _more(self) -> tuple[str, bool]:
+        """More of a value, and whether it ends there."""
+        end, begin = _first(self._text, self._at, self._tags.ends), self._at
+        self._at = upto = self._kept(self._tags.ends) if end is None else end[0]
+        if end is not None:
+            stop = end[1].find(self._tags.stop)  # which is read again
+            self._at += len(end[1]) if stop < 0 else stop
+            self._step = self._between
+        return self._text[begin:upto], end is not None
+
+    def _kept(self, marks: Sequence[str]) -> int:
+        """Where the end of the text begins that may become one of the marks."""
+        held = max(n for mark in marks for n in range(len(mark)) if self._text.endswith(mark[:n]))
+        return max(self._at, len(self._text) - held)
 
 
 def _first(text: str, at: int, marks: Sequence[str]) -> tuple[int, str] | None:
     """The mark that begins first, and where."""
     found = [(place, mark) for mark in marks if (place := text.find(mark, at)) >= 0]
     return min(found, default=None)
-
-
-def _held(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of a text may become one of the marks."""
-    return max(n for mark in marks for n in range(len(mark)) if text.endswith(mark[:n]))
 
 
 # ------------------------------------------------------------------------------------------------------------- forms

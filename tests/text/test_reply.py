@@ -328,6 +328,7 @@ def test_arguments_in_a_channel_stream():
     ('{"a": 1}<|call|><|start|>assistant' + HARMONY_CALL + '{"b": 2}<|call|>', "",
      [["f", '{"a": 1}'], ["f", '{"b": 2}']]),
     ('{"a": 1}<|call|><|start|>assistant<|channel|>final<|message|>so', "so", [["f", '{"a": 1}']]),
+    (" " * 600 + '{"a": 1}<|call|>', "f <|constrain|>json<|message|>" + " " * 600 + '{"a": 1}', []),
 ])
 def test_calls_in_channels_that_are_cut_or_no_calls(said: str, content: str, calls: list):
     for pieces in ([HARMONY_CALL + said], [*HARMONY_CALL, *said]):
