@@ -71,6 +71,7 @@ class Speed:
     host: list[float] = field(default_factory=list)
     ids: list[float] = field(default_factory=list)  # a row and step
     eager: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)  # milliseconds of processor time a token, whoever else uses the CPU
 
 
 def questions(data: Path, each: int | None, gsm8k: int) -> list[Question]:
@@ -122,13 +123,14 @@ def time_waves(llm: LLM, prompts: Sequence[list[int]], rows: int, tokens: int, s
     """Answers the prompts, `rows` at a time, with exactly `tokens` tokens each."""
     core, sampling = llm.core, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     busy, waited, before = core.busy_seconds, core.wait_seconds, core.device.counts()
-    started, made, steps, taken = time.perf_counter(), 0, 0, 0
+    started, processor, made, steps, taken = time.perf_counter(), time.process_time(), 0, 0, 0
     for i in range(0, len(prompts), rows):
         answers = llm.generate(prompts[i : i + rows], sampling)
         made += sum(len(a.token_ids) for a in answers)
         steps += max(a.usage.steps for a in answers)
         taken += sum(a.usage.steps for a in answers)
     seconds = time.perf_counter() - started
+    speed.cpu.append(1e3 * (time.process_time() - processor) / made)
     speed.ids.append(made / taken)
     speed.eager.append((core.device.counts().get("eager_steps", 0.0) - before.get("eager_steps", 0.0)) / steps)
     speed.rates.append(made / seconds)
@@ -208,7 +210,8 @@ def _engine(like: LLM, speculation: str, width: int) -> LLM:
 def _speed_entry(name: str, engines: dict[str, LLM], speeds: dict[str, Speed]) -> dict[str, float]:
     own, plain = speeds[name], speeds["off"]
     entry = {"tokens_s": median(own.rates), "step_ms": median(own.steps), "host_ms": median(own.host),
-             "ids": median(own.ids), "eager": median(own.eager),
+             "ids": median(own.ids), "eager": median(own.eager), "cpu_ms": median(own.cpu),
+             "cpu_speed_up": median(b / a for a, b in zip(own.cpu, plain.cpu, strict=True)),
              "speed_up": median(a / b for a, b in zip(own.rates, plain.rates, strict=True))}
     width = engines[name].info.speculation_tokens if name in engines else 0
     if f"{width} wrong" in speeds:
