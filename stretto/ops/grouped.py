@@ -20,7 +20,6 @@ import torch.nn.functional as F
 
 from stretto.ops.layer import GATES
 
-FEW_SLOTS = 512  # that one program of a kernel of ours puts in order
 FIXED_ROWS = 64  # of a block, where rounding may not depend on the batch
 
 
@@ -71,8 +70,8 @@ class Groups:
 
 def group_by_expert(experts: torch.Tensor, n_experts: int, tokens: torch.Tensor | None = None) -> Groups:
     """experts [T, K] int64: which experts each token asks for. tokens: how many of the T are no padding, a scalar on
-    the device; None: all. On CUDA few slots are put in order by one launch, in the same order."""
-    if experts.is_cuda and 0 < experts.numel() <= FEW_SLOTS:
+    the device; None: all. On CUDA one launch or three put them in the same order, by counting."""
+    if experts.is_cuda and experts.numel():
         from stretto.ops.triton_grouped import launch_group
 
         return Groups(*launch_group(experts.contiguous(), n_experts, tokens))

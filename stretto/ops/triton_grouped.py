@@ -135,6 +135,61 @@ def group_kernel(experts, tokens, slots, bounds, places, n, n_experts, K: tl.con
     tl.store(places + i, i.to(tl.int64), mask=i < n)
 
 
+@triton.jit(do_not_specialize=["n", "n_experts"])
+def count_kernel(experts, tokens, counts, n, n_experts, K: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr,
+                 E: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr):
+    """One program: how many of the N slots of a block ask for each expert, `counts` [blocks, E]. Padding asks for
+    `n_experts`."""
+    b = tl.arange(0, E)
+    begin(PDL)
+    real = n
+    if PADDED:
+        real = tl.minimum(tl.load(tokens).to(tl.int32) * K, n)
+    found = tl.zeros((E,), tl.int32)
+    for start in tl.range(0, N, EACH):
+        j = tl.program_id(0) * N + start + tl.arange(0, EACH)
+        theirs = _asked(experts, j, real, n, n_experts)
+        found += tl.sum((theirs[None, :] == b[:, None]).to(tl.int32), 1)
+    tl.store(counts + tl.program_id(0) * E + b, found)
+
+
+@triton.jit(do_not_specialize=["blocks", "n_experts"])
+def before_kernel(counts, bounds, blocks, n_experts, E: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr):
+    """One program: `counts` become how many slots of the blocks before ask for an expert; and the bounds."""
+    b = tl.arange(0, E)
+    begin(PDL)
+    total = tl.zeros((E,), tl.int32)
+    for start in tl.range(0, blocks, AT_ONCE):
+        block = start + tl.arange(0, AT_ONCE)
+        at = counts + block[:, None] * E + b[None, :]
+        inside = (block < blocks)[:, None]
+        found = tl.load(at, mask=inside, other=0)
+        tl.store(at, tl.cumsum(found, 0) - found + total[None, :], mask=inside)
+        total += tl.sum(found, 0)
+    tl.store(bounds + b, (tl.cumsum(total, 0) - total).to(tl.int64), mask=b <= n_experts)
+
+
+@triton.jit(do_not_specialize=["n", "n_experts"])
+def place_kernel(experts, tokens, before, bounds, slots, places, n, n_experts, K: tl.constexpr, PADDED: tl.constexpr,
+                 N: tl.constexpr, E: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr):
+    """One program puts the N slots of a block where they belong: behind the slots of lower experts, those of the blocks
+    before, and those of the block that come earlier."""
+    i, block = tl.arange(0, N), tl.program_id(0)
+    at = block * N + i
+    begin(PDL)
+    real = n
+    if PADDED:
+        real = tl.minimum(tl.load(tokens).to(tl.int32) * K, n)
+    mine = _asked(experts, at, real, n, n_experts)
+    rank = tl.load(before + block * E + mine) + tl.load(bounds + mine, mask=mine <= n_experts, other=0).to(tl.int32)
+    for start in tl.range(0, N, EACH):
+        j = start + tl.arange(0, EACH)
+        theirs = _asked(experts, block * N + j, real, n, n_experts)
+        rank += tl.sum(((theirs[None, :] == mine[:, None]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
+    tl.store(slots + rank, at.to(tl.int64), mask=at < n)
+    tl.store(places + at, at.to(tl.int64), mask=at < n)
+
+
 @triton.jit
 def choose_kernel(logits, weights, experts, n_experts, stride, K: tl.constexpr, WIDE_K: tl.constexpr, E: tl.constexpr,
                   OF_ALL: tl.constexpr, PDL: tl.constexpr):
@@ -180,6 +235,8 @@ def combine_kernel(made, weights, tokens, residual, out, n, K: tl.constexpr, PAD
 
 
 INTERPRETED = isinstance(grouped_kernel, InterpretedFunction)
+FEW_SLOTS = 512  # that one program puts in order
+BLOCK_SLOTS = 256  # of one program, where there are more
 
 
 @dataclass(frozen=True)
@@ -236,17 +293,26 @@ def gate_options(gate: Gate | None) -> tuple[str, float, float]:
     return ACTS.get(gate.act, gate.act), float(gate.alpha), float(gate.limit)
 
 
-def launch_group(experts: torch.Tensor, n_experts: int,
-                 tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slots in the order of their experts [N], bounds [E + 1], places [N]; for few slots. experts [T, K] int64,
-    contiguous."""
+def launch_group(experts: torch.Tensor, n_experts: int, tokens: torch.Tensor | None,
+                 few: int = FEW_SLOTS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Slots in the order of their experts [N], bounds [E + 1], places [N]; up to `few` slots by one launch, else by
+    three. experts [T, K] int64, contiguous."""
     n, device = experts.numel(), experts.device
     slots, places = torch.empty(2, n, dtype=torch.int64, device=device)
     bounds = torch.empty(n_experts + 1, dtype=torch.int64, device=device)
-    group_kernel[(1,)](experts, experts if tokens is None else tokens, slots, bounds, places, n, n_experts,
-                       K=experts.shape[1], PADDED=tokens is not None, N=max(16, triton.next_power_of_2(n)),
-                       E=triton.next_power_of_2(n_experts + 1), EACH=16, PDL=overlaps(device), num_warps=4,
-                       **dependent(device))
+    padding, size = experts if tokens is None else tokens, triton.next_power_of_2(n_experts + 2)
+    common = dict(E=size, PDL=overlaps(device), num_warps=4, **dependent(device))
+    shape = dict(K=experts.shape[1], PADDED=tokens is not None, EACH=16)
+    if n <= few:
+        group_kernel[(1,)](experts, padding, slots, bounds, places, n, n_experts,
+                           N=max(16, triton.next_power_of_2(n)), **shape, **common)
+        return slots, bounds, places
+    blocks = triton.cdiv(n, BLOCK_SLOTS)
+    counts = torch.empty(blocks, size, dtype=torch.int32, device=device)
+    count_kernel[(blocks,)](experts, padding, counts, n, n_experts, N=BLOCK_SLOTS, **shape, **common)
+    before_kernel[(1,)](counts, bounds, blocks, n_experts, AT_ONCE=max(1, min(16, 8192 // size)), **common)
+    place_kernel[(blocks,)](experts, padding, counts, bounds, slots, places, n, n_experts, N=BLOCK_SLOTS, **shape,
+                            **common)
     return slots, bounds, places
 
 

@@ -35,13 +35,14 @@ def test_groups_keep_the_order_of_tokens():
     assert groups.slots.tolist() == [1, 4, 0, 3, 5, 2, 6, 7]
 
 
-@pytest.mark.parametrize("tokens, k, n_experts, real", [(1, 2, 4, None), (7, 2, 4, 5), (33, 8, 128, 20), (5, 1, 3, 0),
-                                                        (64, 4, 32, None), (16, 2, 16, 16)])
-def test_few_slots_are_put_in_order_by_one_launch(tokens, k, n_experts, real):
-    """As a stable sort does, padding behind all."""
+@pytest.mark.parametrize("tokens, k, n_experts, real, few", [
+    (1, 2, 4, None, 512), (7, 2, 4, 5, 512), (33, 8, 128, 20, 512), (5, 1, 3, 0, 512), (64, 4, 32, None, 512),
+    (16, 2, 16, 16, 512), (7, 2, 4, 5, 0), (301, 2, 4, 300, 512), (80, 8, 128, None, 0), (150, 4, 6, 70, 512)])
+def test_slots_are_put_in_order_by_counting(tokens, k, n_experts, real, few):
+    """As a stable sort does, padding behind all; few in one launch, more in three."""
     experts = choices(tokens, k, n_experts, seed=tokens)
     count = None if real is None else torch.tensor(real, device=DEVICE)
-    slots, bounds, places = launch_group(experts, n_experts, count)
+    slots, bounds, places = launch_group(experts, n_experts, count, few)
     want = group_by_expert(experts.cpu(), n_experts, None if count is None else count.cpu())
     assert torch.equal(slots.cpu(), want.slots) and torch.equal(bounds.cpu(), want.bounds)
     assert torch.equal(places.cpu(), want.places)
