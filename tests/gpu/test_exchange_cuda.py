@@ -8,8 +8,7 @@ import random
 import pytest
 import torch
 
-from stretto.ops.exchange import side_by_side, total
-from tests.ops.exchange_ranks import LAST, Ranks, draw, same
+from tests.ops.exchange_ranks import KINDS, Ranks, begin_anew, draw, same, wanted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
               pytest.mark.timeout(120)]
@@ -21,20 +20,17 @@ def test_ranks_that_wait_for_each_other_agree(count: int) -> None:
     """One shot, two shots and joins in turn, over the counts' wrap, each rank late at random. All programs fit a GPU at
     once: 32 of each rank."""
     rng, ranks = random.Random(count), Ranks(count, "cuda")
-    kinds = [(1, False), (2, False), (1, True), (2, False), (2, False), (1, False)]
     x = [[draw(32, 4096, torch.bfloat16, 10 * round + rank).cuda() for rank in range(count)] for round in range(6)]
     base = draw(32, 4096, torch.bfloat16, 99).cuda()
-    for (shots, join), parts in zip(kinds, x):  # one by one at first: no kernel could be loaded beside one that waits
+    for (shots, join), parts in zip(KINDS, x):  # one by one at first: no kernel could be loaded beside one that waits
         ranks.run(parts, None if join else base, join, shots)
         ranks.run(parts, None, join, shots)
-    for counts, flags in zip(ranks.counts, ranks.flags):
-        counts.fill_(LAST)
-        flags.fill_(LAST)
+    begin_anew(ranks)
     streams = [torch.cuda.Stream() for _ in range(count)]
     torch.cuda.synchronize()
     made: list[list[torch.Tensor]] = []
     for round in range(ROUNDS):
-        shots, join = kinds[round % 6]
+        shots, join = KINDS[round % 6]
         made.append([torch.empty(0)] * count)
         for rank in rng.sample(range(count), count):
             with torch.cuda.stream(streams[rank]):
@@ -42,6 +38,5 @@ def test_ranks_that_wait_for_each_other_agree(count: int) -> None:
                 made[-1][rank] = ranks.launch(rank, x[round % 6][rank], None if join else base, join, shots)
     torch.cuda.synchronize()
     for round, outs in enumerate(made):
-        shots, join = kinds[round % 6]
-        wanted = side_by_side(x[round % 6]) if join else total(x[round % 6], base)
-        assert same(outs, wanted), f"sum {round}, {shots} shots"
+        shots, join = KINDS[round % 6]
+        assert same(outs, wanted(x[round % 6], base, join)), f"sum {round}, {shots} shots"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 
 from stretto.ops import triton_exchange
+from stretto.ops.exchange import side_by_side, total
 from stretto.ops.triton_exchange import launch_exchange, launch_two_shot
 
 SLOT, AHEAD, LAST = 1 << 16, 1 << 30, 2**31 - 4  # counts are about to wrap around
@@ -13,11 +17,13 @@ SLOT, AHEAD, LAST = 1 << 16, 1 << 30, 2**31 - 4  # counts are about to wrap arou
 class Ranks:
     """All ranks' memory."""
 
-    def __init__(self, ranks: int, device: str = "cpu") -> None:
+    def __init__(self, ranks: int, device: str = "cpu", files: Sequence[Path] = ()) -> None:
+        """`files`: that hold the memory, one for each rank, of which all but one are in other processes."""
         programs = triton_exchange.PROGRAMS
         self.flags_at = 2 * ranks * programs * SLOT
         size = self.flags_at + 8 * ranks * programs
-        self.memory = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ranks)]
+        self.memory = [torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8) for file in files] or [
+            torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ranks)]
         self.addresses = torch.tensor([m.data_ptr() for m in self.memory], device=device)
         self.counts = [torch.full((2, programs), LAST, dtype=torch.int32, device=device) for _ in range(ranks)]
         self.flags = [memory[self.flags_at :].view(torch.int32).view(2, ranks, programs) for memory in self.memory]
@@ -58,3 +64,17 @@ def draw(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor
 
 def same(made: list[torch.Tensor], wanted: torch.Tensor) -> bool:
     return all(torch.equal(one, wanted) for one in made)
+
+
+KINDS = [(1, False), (2, False), (1, True), (2, False), (2, False), (1, False)]  # (shots, join) of sums in turn
+
+
+def begin_anew(ranks: Ranks) -> None:
+    """All have agreed on everything so far."""
+    for counts, flags in zip(ranks.counts, ranks.flags):
+        counts.fill_(LAST)
+        flags.fill_(LAST)
+
+
+def wanted(x: list[torch.Tensor], base: torch.Tensor, join: bool) -> torch.Tensor:
+    return side_by_side(x) if join else total(x, base)

@@ -4,14 +4,19 @@ GPUs tests/gpu/test_exchange_cuda.py tries them."""
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from stretto.ops import triton_exchange
 from stretto.ops.exchange import fewer_bytes, side_by_side, total, two_shot_bytes
-from tests.ops.exchange_ranks import Ranks, draw, same
+from tests.ops.exchange_processes import PROGRAMS, base_of_all, files, inputs
+from tests.ops.exchange_ranks import KINDS, Ranks, begin_anew, draw, same, wanted
 
+ROOT = Path(__file__).resolve().parents[2]
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would have to run at the same time")
 
 
@@ -45,6 +50,28 @@ def test_two_shots_are_one(monkeypatch: pytest.MonkeyPatch, count: int, rows: in
         assert same(ranks.run(x, base, shots=2), total(x, base))
         assert same(ranks.run([part[:1] for part in x], None), total([part[:1] for part in x]))
         assert same(ranks.run(x, None, shots=2), total(x))
+
+
+@interpreted
+@pytest.mark.full
+@pytest.mark.timeout(170)
+def test_ranks_that_wait_for_each_other_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Three processes, each late at random: one shot, two shots and joins in turn, over the counts' wrap. What is read
+    too early, or written over too soon, is another round's."""
+    count, rounds = 3, 24
+    monkeypatch.setattr(triton_exchange, "PROGRAMS", PROGRAMS)
+    begin_anew(Ranks(count, files=files(tmp_path, count)))
+    command = [sys.executable, "-m", "tests.ops.exchange_processes", str(tmp_path)]
+    processes = [subprocess.Popen([*command, str(rank), str(count), str(rounds)], cwd=ROOT) for rank in range(count)]
+    try:
+        assert [process.wait(150) for process in processes] == [0] * count
+    finally:
+        for process in processes:
+            process.kill()
+    made = [torch.load(tmp_path / f"{rank}.pt") for rank in range(count)]
+    for round in range(rounds):
+        x = [inputs(round, rank) for rank in range(count)]
+        assert same([outs[round] for outs in made], wanted(x, base_of_all(), KINDS[round % 6][1])), f"sum {round}"
 
 
 def test_two_shots_where_they_send_less_in_the_time_of_a_crossing() -> None:
