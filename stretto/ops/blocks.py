@@ -26,7 +26,9 @@ class Blocks:
 
 @dataclass(frozen=True)
 class OneRow(Blocks):
-    """A launch of the kernel for a single row."""
+    """A launch of the kernel for a single row: its programs load the first columns themselves before they wait."""
+
+    ahead: int = 0
 
 
 @dataclass(frozen=True)

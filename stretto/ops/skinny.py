@@ -14,6 +14,8 @@ SOME_ROWS = 128  # of the kernel for gated products of some rows: above, cuBLAS 
 HEAD = 32768  # outputs from which a matrix is as long as a vocabulary
 MOST_INPUTS = 8192  # of the kernel for one row
 SMALL = 8 << 20  # elements below which a matrix is read in a few microseconds
+CACHED = 16 << 20  # elements up to which a matrix may be in the second-level cache as a whole
+EARLY = 400  # programs of the kernel for one row that are there before the launch before has ended
 
 
 def blocks_for(rows: int, outputs: int, inputs: int, gated: bool, shared: int, copies: bool = False) -> Blocks | None:
@@ -32,13 +34,14 @@ def one_row_blocks(outputs: int, inputs: int, gated: bool) -> OneRow | None:
     outputs: where they are many, that is as much as a part of the weights."""
     if (outputs >= HEAD and inputs < 2048) or inputs > MOST_INPUTS:
         return None
+    size = outputs * inputs * (1 + gated)
     if gated:
-        small = outputs * inputs * 2 <= SMALL
-        wanted = [OneRow(4, 1024, 2 if small else 4, 4, ahead=64)]
+        wanted = [OneRow(4, 1024, 2, 4, ahead=64) if size <= SMALL else
+                  OneRow(4, 1024, 4, 4, ahead=512, askers=EARLY, reach=EARLY)]
     else:
-        wanted = [OneRow(4, 2048, 1, 4, ahead=64), OneRow(8, 1024, 1, 4, ahead=64) if inputs == 1024
-                  else OneRow(4, 1024, 4, 4, ahead=64)]
-    wanted += [OneRow(8, 512, 2, 4, ahead=64), OneRow(8, 256, 2, 4, ahead=64)]
+        alone = OneRow(4, 2048, 1, 4, ahead=inputs, askers=132) if SMALL < size <= CACHED else OneRow(4, 2048, 1, 4)
+        wanted = [alone, OneRow(8, 1024, 1, 4) if inputs == 1024 else OneRow(4, 1024, 4, 4)]
+    wanted += [OneRow(8, 512, 1, 4), OneRow(8, 256, 1, 4)]
     return next((b for b in wanted if outputs % b.outputs == 0 and inputs % b.columns == 0), None)
 
 
