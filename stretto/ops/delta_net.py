@@ -32,7 +32,7 @@ def delta_inputs(q: torch.Tensor, k: torch.Tensor, a: torch.Tensor, b: torch.Ten
         return delta_inputs_reference(q, k, a, b, log_rate, bias, fixed)
     from stretto.ops.triton_delta_net import launch_delta_inputs
 
-    return launch_delta_inputs(q, k, a, b, log_rate, bias)
+    return DeltaInputs(*launch_delta_inputs(q, k, a, b, log_rate, bias, EPS))
 
 
 def delta_inputs_reference(q: torch.Tensor, k: torch.Tensor, a: torch.Tensor, b: torch.Tensor, log_rate: torch.Tensor,

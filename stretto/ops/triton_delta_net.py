@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from stretto.ops.delta_net import EPS, DeltaInputs
 from stretto.ops.launch import dependent, overlaps
 from stretto.ops.triton_launch import begin
 
@@ -35,16 +34,16 @@ def delta_inputs_kernel(q, k, a, b, log_rate, bias, q_out, k_out, decay, beta, x
 
 
 def launch_delta_inputs(q: torch.Tensor, k: torch.Tensor, a: torch.Tensor, b: torch.Tensor, log_rate: torch.Tensor,
-                        bias: torch.Tensor) -> DeltaInputs:
-    """Arguments as `delta_net.delta_inputs`; q and k, a and b of one layout each."""
+                        bias: torch.Tensor, eps: float) -> tuple[torch.Tensor, ...]:
+    """The fields of `delta_net.DeltaInputs`; q and k, a and b of one layout each. `eps`: of lengths."""
     (n, heads, size), values = q.shape, a.shape[1]
     assert q.stride() == k.stride() and q.stride()[1:] == (size, 1) and a.stride() == b.stride() and a.stride(1) == 1
-    out = DeltaInputs(*(torch.empty(n, heads, size, dtype=torch.float32, device=q.device) for _ in "qk"),
-                      *(torch.empty(n, values, dtype=torch.float32, device=q.device) for _ in "ab"))
+    out = (*(torch.empty(n, heads, size, dtype=torch.float32, device=q.device) for _ in "qk"),
+           *(torch.empty(n, values, dtype=torch.float32, device=q.device) for _ in "ab"))
     if n:
         each = min(4, triton.next_power_of_2(heads))
         delta_inputs_kernel[n, triton.cdiv(heads, each)](
-            q, k, a, b, log_rate, bias, *out, q.stride(0), a.stride(0), size**-0.5, EPS, HEADS=heads,
+            q, k, a, b, log_rate, bias, *out, q.stride(0), a.stride(0), size**-0.5, eps, HEADS=heads,
             VALUE_HEADS=values, K=size, BLOCK_H=each, BLOCK_K=triton.next_power_of_2(size),
             BLOCK_V=triton.next_power_of_2(values), PDL=overlaps(q.device), num_warps=4, **dependent(q.device))
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.ops.delta_net import delta_inputs_reference, gated_norm_reference
+from stretto.ops.delta_net import EPS, delta_inputs_reference, gated_norm_reference
 from stretto.ops.recurrent import (
     PartMemory,
     StateStep,
@@ -163,7 +163,7 @@ def test_what_stands_around_the_delta_rule(tokens, heads, values, size):
     a, b, gate = (30 * torch.randn(tokens, 2 * values + values * size, generator=generator).to(DEVICE)).split(
         [values, values, values * size], 1)
     rate, bias = torch.randn(2, values, generator=generator).to(DEVICE)
-    for one, other in zip(launch_delta_inputs(q, k, a, b, rate, bias),
+    for one, other in zip(launch_delta_inputs(q, k, a, b, rate, bias, EPS),
                           delta_inputs_reference(q, k, a, b, rate, bias), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     x, weight = torch.randn(tokens, values, size, generator=generator).to(DEVICE), rate.new_ones(size) * 1.3
