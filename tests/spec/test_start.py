@@ -148,6 +148,31 @@ def test_variants_of_blocks_that_are_not_run(tiny, drafts, tmp_path, key: str, v
     assert key in text or "sliding layers" in text
 
 
+@pytest.mark.parametrize(("kind", "path", "value"), [
+    ("eagle", "rope_theta", "x"), ("eagle", "rms_norm_eps", "x"), ("eagle", "intermediate_size", 10**12),
+    ("eagle", "num_attention_heads", 0), ("eagle3", "num_hidden_layers", "two"), ("eagle3", "draft_vocab_size", 7),
+    ("dflash", "block_size", 0), ("dflash", "block_size", 3.5), ("dflash", "dflash_config.target_layer_ids", [1, 99]),
+    ("dflash", "dflash_config.mask_token_id", made.VOCAB), ("dspark", "block_size", "x"), ("dspark", "markov_rank", -1),
+    ("dspark", "markov_head_type", "other"), ("dspark", "target_layer_ids", [-3]), ("dspark", "num_hidden_layers", 9)])
+def test_odd_values_of_a_config_are_named(tiny, drafts, tmp_path, kind: str, path: str, value) -> None:
+    def edit(raw):
+        *sections, key = path.split(".")
+        for section in sections:
+            raw = raw[section]
+        assert key in raw or key in ("rope_theta", "draft_vocab_size")
+        raw[key] = value
+    asked = f"{kind}:{changed(drafts[kind], tmp_path / 'draft', edit)}"
+    with pytest.raises(ConfigError) as refused:
+        make_runner(tiny.model, prepare(config(tiny.target.path, asked)))
+    assert f"drafter {kind}" in str(refused.value) and "does not work with model" in str(refused.value)
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("dflash", 8), ("dspark", 7), ("eagle3", 17)])
+def test_more_drafts_than_a_drafter_has_are_refused(tiny, drafts, kind: str, tokens: int) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)--speculation-tokens {tokens}.*drafter"):
+        prepare(config(tiny.target.path, f"{kind}:{drafts[kind]}", tokens))
+
+
 def test_a_quantised_draft_is_read_as_numbers(drafts, tmp_path) -> None:
     """FP8 in blocks of 32, as the large targets' checkpoints and their drafts come."""
     def quantise(t):
