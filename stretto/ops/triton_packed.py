@@ -338,14 +338,17 @@ def blocks_for(weight: Packed | ByGroups, rows: int, itemsize: int, shared: int,
 
 
 def _nibble_blocks(weight: Packed | ByGroups, rows: int, programs: int) -> Blocks:
-    """A warp for each 16 outputs, so that none makes the numbers that another makes; several programs on each
-    multiprocessor, where there are few outputs by sharing columns."""
-    outputs = max(o for o in (16, 32, 64) if weight.outputs % o == 0)
+    """A warp for each 16 outputs, so that none makes the numbers that another makes. Where that leaves multiprocessors
+    without a program, up to 8 share the columns, two turns of the loop each at least; then tiles are smaller."""
     blocks = weight.inputs // BLOCK
     parts = max(p for p in (1, 2, 4) if blocks % p == 0 and (p == 1 or p * rows <= 64))
     turns = blocks // parts
-    split = max(s for s in (1, 2, 4, 8) if turns % s == 0 and (s == 1 or (
-        s <= turns // 2 and weight.outputs // outputs * s <= 4 * programs)))
+    for outputs in (o for o in (64, 32, 16) if weight.outputs % o == 0):
+        tiles = weight.outputs // outputs
+        split = max(s for s in range(1, 9) if turns % s == 0 and (s == 1 or (2 * s <= turns
+                                                                           and tiles * s <= 4 * programs)))
+        if tiles * split >= programs:
+            break
     return Blocks(outputs, BLOCK, parts, STAGES, outputs // 16, split)
 
 
