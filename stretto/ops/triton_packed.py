@@ -339,11 +339,12 @@ def blocks_for(weight: Packed | ByGroups, rows: int, itemsize: int, shared: int,
 
 def _nibble_blocks(weight: Packed | ByGroups, rows: int, programs: int) -> Blocks:
     """A warp for each 16 outputs, so that none makes the numbers that another makes. Where that leaves multiprocessors
-    without a program, up to 8 share the columns, two turns of the loop each at least; then tiles are smaller."""
+    without a program, up to 8 share the columns, two turns of the loop each at least; then tiles are smaller, but no
+    smaller than two warps', since Triton builds no pipeline for one."""
     blocks = weight.inputs // BLOCK
     parts = max(p for p in (1, 2, 4) if blocks % p == 0 and (p == 1 or p * rows <= 64))
     turns = blocks // parts
-    for outputs in (o for o in (64, 32, 16) if weight.outputs % o == 0):
+    for outputs in (o for o in (64, 32) if weight.outputs % o == 0) if weight.outputs % 32 == 0 else (16,):
         tiles = weight.outputs // outputs
         split = max(s for s in range(1, 9) if turns % s == 0 and (s == 1 or (2 * s <= turns
                                                                            and tiles * s <= 4 * programs)))
