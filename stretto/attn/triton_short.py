@@ -29,8 +29,7 @@ from stretto.ops.layer import HeadWeights, Rope
 from stretto.ops.triton_dot import dot
 from stretto.ragged import RaggedStep
 
-MOST_ROWS = 8
-MOST_QUERIES = 16  # tokens of a row times query heads of a KV head: above, the work list is faster
+MOST_QUERIES = 16  # of a KV head, of one row, and of one token of each row: above, the work list is faster
 KEYS = 64  # cells of one block
 PROGRAMS = 32  # of each KV head, all rows together
 
@@ -249,9 +248,9 @@ def short_launch(layer: LayerSpec, step: RaggedStep) -> ShortLaunch | None:
     rows, tokens, group = step.q_len.numel(), step.ids.numel(), layer.n_heads // layer.n_kv_heads
     most = tokens if step.most_tokens is None else min(tokens, step.most_tokens)
     plain = layer.window is None and not layer.softcap and not layer.has_sinks and layer.head_dim in (64, 128)
-    if not plain or not 0 < rows <= MOST_ROWS or most * group > MOST_QUERIES:
+    if not plain or not rows or max(most, rows) * group > MOST_QUERIES:
         return None
-    return ShortLaunch(rows, tokens, most, PROGRAMS // triton.next_power_of_2(rows), group)
+    return ShortLaunch(rows, tokens, most, max(1, PROGRAMS // triton.next_power_of_2(rows)), group)
 
 
 def launch_short(sizes: ShortLaunch, layer: LayerSpec, qkv: torch.Tensor, rope: Rope, norm: HeadWeights | None,

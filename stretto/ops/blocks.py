@@ -21,14 +21,13 @@ class Blocks:
     piece: int = 64  # columns that one thread asks for at a time; `ahead` is a multiple
     askers: int = 0  # tiles whose programs ask, for others as well; 0: each asks for its own
     reach: int = 0  # tiles asked for in all; 0: all
-    early: bool = False  # the first columns of W are loaded before the launch before has ended
 
 
 @dataclass(frozen=True)
 class OneRow(Blocks):
-    """A launch of the kernel for a single row: its programs load the first columns themselves before they wait."""
+    """A launch of the kernel for a single row."""
 
-    ahead: int = 0
+    ahead: int = 64
 
 
 @dataclass(frozen=True)

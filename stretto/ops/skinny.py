@@ -36,12 +36,12 @@ def one_row_blocks(outputs: int, inputs: int, gated: bool) -> OneRow | None:
         return None
     size = outputs * inputs * (1 + gated)
     if gated:
-        wanted = [OneRow(4, 1024, 2, 4, ahead=64) if size <= SMALL else
+        wanted = [OneRow(4, 1024, 2, 4) if size <= SMALL else
                   OneRow(4, 1024, 4, 4, ahead=512, askers=EARLY, reach=EARLY)]
     else:
         alone = OneRow(4, 2048, 1, 4, ahead=inputs, askers=132) if SMALL < size <= CACHED else OneRow(4, 2048, 1, 4)
         wanted = [alone, OneRow(8, 1024, 1, 4) if inputs == 1024 else OneRow(4, 1024, 4, 4)]
-    wanted += [OneRow(8, 512, 1, 4), OneRow(8, 256, 1, 4)]
+    wanted += [OneRow(8, 512, 2, 4), OneRow(8, 256, 2, 4)]
     return next((b for b in wanted if outputs % b.outputs == 0 and inputs % b.columns == 0), None)
 
 

@@ -28,121 +28,47 @@ def _silu(x):
 
 
 @triton.jit
-def _ask(w, tile, inputs, n, ahead, piece, askers, tiles, BN: tl.constexpr, GATED: tl.constexpr, THREADS: tl.constexpr):
-    """The programs of the first `askers` tiles ask for the first `ahead` columns of the tiles tile, tile + askers, ...
-    Lets the launch after start before."""
-    tl.extra.cuda.gdc_launch_dependents()
-    if tile < askers:
-        for t in tl.range(tile, tiles, askers):
-            ask_rows(w, t * BN, inputs, ahead, piece, BN, THREADS)
-            if GATED:
-                ask_rows(w, n + t * BN, inputs, ahead, piece, BN, THREADS)
-
-
-@triton.jit
 def _start(w, tile, inputs, n, ahead, piece, askers, tiles, BN: tl.constexpr, GATED: tl.constexpr,
            THREADS: tl.constexpr, PDL: tl.constexpr):
-    """Asks for weights, then waits for the launch before; what is written before this launch may be read from here
-    on."""
+    """Asks for weights, then waits for the launch before; what is written before this launch may be read from here on.
+
+    The programs of the first `askers` tiles ask for the first `ahead` columns of the tiles tile, tile + askers, ..."""
     if PDL:
-        _ask(w, tile, inputs, n, ahead, piece, askers, tiles, BN, GATED, THREADS)
+        tl.extra.cuda.gdc_launch_dependents()
+        if tile < askers:
+            for t in tl.range(tile, tiles, askers):
+                ask_rows(w, t * BN, inputs, ahead, piece, BN, THREADS)
+                if GATED:
+                    ask_rows(w, n + t * BN, inputs, ahead, piece, BN, THREADS)
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _runs(x, BN: tl.constexpr, BK: tl.constexpr):
-    """Sums of 8 neighbours, which one thread holds: [BN, BK] -> [BN, BK / 8]."""
-    return tl.sum(tl.reshape(x, (BN, BK // 8, 8)), 2)
-
-
-@triton.jit
-def _multiply(acc, acc_up, squares, a, a_up, x, norm, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,
-              GATED: tl.constexpr):
-    """Adds the products of a block of W, or of two, and a block of x, which is normed."""
-    b = tl.load(x).to(tl.float32)[None, :]
-    if NORM:
-        squares += _runs(b * b, 1, BK)
-        b = b * tl.load(norm).to(tl.float32)[None, :]
-    acc += _runs(a.to(tl.float32) * b, BN, BK)
-    if GATED:
-        acc_up += _runs(a_up.to(tl.float32) * b, BN, BK)
-    return acc, acc_up, squares
 
 
 @triton.jit(do_not_specialize=["eps", *ASKED])
 def one_row_kernel(x, w, norm, bias, out, n, inputs, eps, ahead, piece, askers, tiles, BN: tl.constexpr,
                    BK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
                    ADD: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr):
-    """out[n] (+)= W[n, inputs] x, in float32. NORM: x is RMS-normed first. GATED: silu(first half) * second half.
-
-    The first block of W is read before the wait, each further one before the block before it is multiplied."""
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    at = w + rows.to(tl.int64)[:, None] * inputs + k[None, :]
-    up = at + n.to(tl.int64) * inputs
-    if PDL:
-        _ask(w, tl.program_id(0), inputs, n, ahead, piece, askers, tiles, BN, GATED, THREADS)
-    a = tl.load(at, eviction_policy="evict_first")
-    a_up = a
-    if GATED:
-        a_up = tl.load(up, eviction_policy="evict_first")
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    acc = tl.zeros((BN, BK // 8), tl.float32)
-    acc_up = tl.zeros((BN, BK // 8), tl.float32)
-    squares = tl.zeros((1, BK // 8), tl.float32)
-    for start in tl.range(BK, inputs, BK, num_stages=1):
-        ahead_a = tl.load(at + start, eviction_policy="evict_first")
-        ahead_up = ahead_a
-        if GATED:
-            ahead_up = tl.load(up + start, eviction_policy="evict_first")
-        acc, acc_up, squares = _multiply(acc, acc_up, squares, a, a_up, x + start - BK + k, norm + start - BK + k, BN,
-                                         BK, NORM, GATED)
-        a = ahead_a
-        a_up = ahead_up
-    last = inputs - BK + k
-    acc, acc_up, squares = _multiply(acc, acc_up, squares, a, a_up, x + last, norm + last, BN, BK, NORM, GATED)
-    y = tl.sum(acc, 1)
-    y_up = tl.sum(acc_up, 1)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(squares, 1) / inputs + eps)
-        y = y * scale
-        y_up = y_up * scale
-    if BIAS:
-        y += tl.load(bias + rows).to(tl.float32)
-        if GATED:
-            y_up += tl.load(bias + n + rows).to(tl.float32)
-    if GATED:
-        y = _silu(y) * y_up
-    if ADD:
-        y += tl.load(out + rows).to(tl.float32)
-    tl.store(out + rows, y.to(out.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=["eps", *ASKED])
-def one_row_pipelined_kernel(x, w, norm, bias, out, n, inputs, eps, ahead, piece, askers, tiles, BN: tl.constexpr,
-                             BK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-                             GATED: tl.constexpr, ADD: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr):
-    """The same, its blocks through a pipeline of shared memory that starts after the wait."""
+    """out[n] (+)= W[n, inputs] x, in float32. NORM: x is RMS-normed first. GATED: silu(first half) * second half."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     _start(w, tl.program_id(0), inputs, n, ahead, piece, askers, tiles, BN, GATED, THREADS, PDL)
     k = tl.arange(0, BK)
     at = w + rows.to(tl.int64)[:, None] * inputs + k[None, :]
     up = at + n.to(tl.int64) * inputs
-    acc = tl.zeros((BN, BK // 8), tl.float32)
-    acc_up = tl.zeros((BN, BK // 8), tl.float32)
-    squares = tl.zeros((1, BK // 8), tl.float32)
+    acc = tl.zeros((BN, BK), tl.float32)
+    acc_up = tl.zeros((BN, BK), tl.float32)
+    squares = tl.zeros((BK,), tl.float32)
     for start in tl.range(0, inputs, BK, num_stages=STAGES):
         a = tl.load(at + start, eviction_policy="evict_first")
-        a_up = a
+        b = tl.load(x + start + k).to(tl.float32)
+        if NORM:
+            squares += b * b
+            b = b * tl.load(norm + start + k).to(tl.float32)
+        acc += a.to(tl.float32) * b[None, :]
         if GATED:
-            a_up = tl.load(up + start, eviction_policy="evict_first")
-        acc, acc_up, squares = _multiply(acc, acc_up, squares, a, a_up, x + start + k, norm + start + k, BN, BK, NORM,
-                                         GATED)
+            acc_up += tl.load(up + start, eviction_policy="evict_first").to(tl.float32) * b[None, :]
     y = tl.sum(acc, 1)
     y_up = tl.sum(acc_up, 1)
     if NORM:
-        scale = tl.rsqrt(tl.sum(squares, 1) / inputs + eps)
+        scale = tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
         y = y * scale
         y_up = y_up * scale
     if BIAS:
@@ -181,8 +107,8 @@ def _finish(acc, bias, out, tokens, rows, m, n, BIAS: tl.constexpr, ADD: tl.cons
 def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, m, n, inputs, x_stride, ahead, piece,
                     askers, tiles, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
                     STAGES: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-                    COPIES: tl.constexpr, EARLY: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
-                    PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+                    COPIES: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+                    UPCAST: tl.constexpr):
     """out[m, n] (+)= x[m, inputs] W^T for m <= BM. The weights are the left operand: tiles [BN, BK] x [BK, BM].
 
     SPLIT programs share the inputs of a tile of outputs; the last to arrive adds their sums, in order of the parts.
@@ -191,6 +117,7 @@ def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, m, n, 
     part = tl.program_id(1)
     each = inputs // SPLIT
     rows = tile * BN + tl.arange(0, BN)
+    _start(w + part * each, tile, inputs, n, ahead, piece, askers, tiles, BN, GATED, THREADS, PDL)
     tokens = tl.arange(0, BM)
     k = part * each + tl.arange(0, BK)
     at = w + rows.to(tl.int64)[:, None] * inputs + k[None, :]
@@ -198,22 +125,7 @@ def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, m, n, 
     x_at = x + tl.minimum(tokens, m - 1)[None, :] * x_stride + k[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     acc_up = tl.zeros((BN, BM), tl.float32)
-    if PDL:
-        _ask(w + part * each, tile, inputs, n, ahead, piece, askers, tiles, BN, GATED, THREADS)
-    begin: tl.constexpr = BK if EARLY else 0
-    if EARLY:  # the first block of W, before the wait
-        a = tl.load(at, eviction_policy="evict_first")
-        a_up = a
-        if GATED:
-            a_up = tl.load(up, eviction_policy="evict_first")
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    if EARLY:
-        b = tl.load(x_at)
-        acc = _dot(a, b, acc, PRECISION, UPCAST)
-        if GATED:
-            acc_up = _dot(a_up, b, acc_up, PRECISION, UPCAST)
-    for start in tl.range(begin, each, BK, num_stages=STAGES):
+    for start in tl.range(0, each, BK, num_stages=STAGES):
         if COPIES:
             b = x_tiles.load([0, part * each + start]).T
             acc = _dot(w_tiles.load([tile * BN, part * each + start]), b, acc, PRECISION, UPCAST)
@@ -258,12 +170,10 @@ def launch_one_row(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: 
                    gated: bool = False, add: bool = False) -> None:
     """x [1, inputs], w [outputs (twice if gated), inputs], out [1, outputs], all contiguous."""
     n, inputs = out.shape[1], x.shape[1]
-    kernel = one_row_kernel if blocks.stages == 1 else one_row_pipelined_kernel
-    kernel[(n // blocks.outputs,)](
+    one_row_kernel[(n // blocks.outputs,)](
         x, w, x if norm is None else norm, x if bias is None else bias, out, n, inputs, eps,
-        *asked(blocks, n), BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages,
-        NORM=norm is not None, BIAS=bias is not None, GATED=gated, ADD=add, THREADS=32 * blocks.warps, PDL=pdl,
-        num_warps=blocks.warps,
+        *asked(blocks, n), BN=blocks.outputs, BK=blocks.columns, STAGES=blocks.stages, NORM=norm is not None,
+        BIAS=bias is not None, GATED=gated, ADD=add, THREADS=32 * blocks.warps, PDL=pdl, num_warps=blocks.warps,
         **({"launch_pdl": True} if pdl else {}))
 
 
@@ -282,7 +192,7 @@ def launch_few_rows(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks:
         x, w, *tiles, x if bias is None else bias, out, partial, arrivals, m, n, inputs,
         x.stride(0), *asked(blocks, n), BM=tokens, BN=blocks.outputs, BK=blocks.columns, SPLIT=split,
         STAGES=blocks.stages, BIAS=bias is not None, GATED=gated, ADD=add, COPIES=blocks.copies,
-        EARLY=blocks.early, THREADS=32 * blocks.warps, PDL=pdl,
+        THREADS=32 * blocks.warps, PDL=pdl,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         UPCAST=INTERPRETED and x.dtype == torch.bfloat16, num_warps=blocks.warps,
         **({"launch_pdl": True} if pdl else {}))

@@ -93,7 +93,7 @@ def test_all_kernels_are_used(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None
         assert kind.__name__ in seen
 
 
-@pytest.mark.parametrize("rows", [[decode(1, 300)], [decode(1, 1)], [decode(7, 300)], [decode(3, 129), decode(2, 64)],
+@pytest.mark.parametrize("rows", [[decode(1, 300)], [decode(1, 1)], [decode(4, 300)], [decode(1, 500), decode(2, 64)],
                                   [verify(1, 131, 3)]], ids=str)
 def test_attention_in_one_launch_equals_one_after_another(lab: Lab, rows: list[Rows],
                                                           monkeypatch: pytest.MonkeyPatch) -> None:

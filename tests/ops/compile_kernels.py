@@ -147,7 +147,7 @@ def skinny_kernels(arch: int, pdl: bool):
             yield f"{rows} rows of {inputs} to {outputs}", build(
                 triton_skinny.few_rows_kernel,
                 options | dict(BM=rows, BN=blocks.outputs, BK=blocks.columns, SPLIT=blocks.split, GATED=gated,
-                               COPIES=False, EARLY=blocks.early, STAGES=blocks.stages, THREADS=32 * blocks.warps,
+                               COPIES=False, STAGES=blocks.stages, THREADS=32 * blocks.warps,
                                PRECISION="tf32", UPCAST=False), blocks.warps, arch, {})
 
 
@@ -170,7 +170,7 @@ def tile_kernels(arch: int, pdl: bool):
                                                    tiles(sizes))
     for rows in (16, 64):
         sizes = dict(BM=rows, BN=64, BK=128, SPLIT=2, STAGES=4, THREADS=128, BIAS=True, GATED=False,
-                     ADD=True, COPIES=True, EARLY=False, PDL=pdl, PRECISION="tf32", UPCAST=False)
+                     ADD=True, COPIES=True, PDL=pdl, PRECISION="tf32", UPCAST=False)
         yield f"few rows, {rows}, copied", build(triton_skinny.few_rows_kernel, sizes, 4, arch, tiles(sizes))
     sizes = dict(BM=128, BN=128, BK=64, STAGES=4, THREADS=256, BIAS=True, PDL=pdl, PRECISION="tf32",
                  UPCAST=False)

@@ -50,16 +50,15 @@ def test_one_row(dtype, bias, gated, add, normed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("bias", "gated", "add", "split"), [(0, 0, 0, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 0, 1, 2)])
-@pytest.mark.parametrize(("m", "copies", "early"), [(2, False, True), (19, False, False),
-                                                    pytest.param(19, True, False, marks=COPY_ENGINE)])
-def test_few_rows(dtype, bias, gated, add, split, m, copies, early):
+@pytest.mark.parametrize(("m", "copies"), [(2, False), (19, False), pytest.param(19, True, marks=COPY_ENGINE)])
+def test_few_rows(dtype, bias, gated, add, split, m, copies):
     x, w = randn(m, 256, dtype=dtype), randn(64 * (1 + gated), 256, dtype=dtype, seed=1) * 0.1
     b = randn(len(w), dtype=dtype, seed=2) if bias else None
     start = randn(m, 64, dtype=dtype, seed=4)
     out, arrivals = start.clone(), torch.zeros(4, dtype=torch.int32, device=DEVICE)
     for _ in range(1 if add else 2):  # the counters are left as they were found
-        launch_few_rows(x, w, out, Blocks(16, 64, 2, 2, split, 64, copies, early=early), PDL, arrivals, bias=b,
-                        gated=bool(gated), add=bool(add))
+        launch_few_rows(x, w, out, Blocks(16, 64, 2, 2, split, 64, copies), PDL, arrivals, bias=b, gated=bool(gated),
+                        add=bool(add))
     close(out, expected(x, w, b, gated, start if add else None))
     assert not arrivals.any()
 
