@@ -53,6 +53,9 @@ _QWEN3_NEXT: dict[str, Any] = {
     "full_attention_interval": 4, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     "norm_topk_prob": True, "decoder_sparse_step": 1, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
+_GRANITE: dict[str, Any] = {
+    "max_position_embeddings": 2048, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0}
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
@@ -76,9 +79,9 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3NextForCausalLM": _QWEN3_NEXT | {"intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10},
     "Qwen3_5ForCausalLM": _QWEN3_NEXT | {"num_key_value_heads": 4},
     "Qwen3_5MoeForCausalLM": _QWEN3_NEXT | {"intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8},
-    "GraniteMoeHybridForCausalLM": {
-        "max_position_embeddings": 2048, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
-        "attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024,
+    "GraniteForCausalLM": _GRANITE,
+    "GraniteMoeHybridForCausalLM": _GRANITE | {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024,
         "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
         "mamba_conv_bias": True},
     "Llama4ForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
@@ -97,7 +100,8 @@ _BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwe
                   "glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM", "mixtral": "MixtralForCausalLM",
                   "qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
                   "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM",
-                  "granitemoehybrid": "GraniteMoeHybridForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+                  "granite": "GraniteForCausalLM", "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+                  "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
                   "llama4_text": "Llama4ForCausalLM"}
 
 _TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
@@ -106,7 +110,7 @@ _TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
                "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
                "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM"}
 
-_WITHOUT_WINDOWS = ("LlamaForCausalLM", "Olmo2ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM")
+_WITHOUT_WINDOWS = ("LlamaForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM")
 _WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "GraniteMoeHybridForCausalLM")
 _MAY_STAND_STILL = ("GraniteMoeHybridForCausalLM",)
 _WINDOWS_EVERYWHERE = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")

@@ -15,7 +15,8 @@ from stretto.model.api import CausalModel
 from stretto.model.config import ConfigError, ModelConfig
 from stretto.model.families.gemma import gemma2, gemma3
 from stretto.model.families.glm4 import glm, glm4
-from stretto.model.families.granite import granite_hybrid
+from stretto.model.families.granite import granite
+from stretto.model.families.granite_hybrid import granite_hybrid
 from stretto.model.families.llama import Llama
 from stretto.model.families.llama4 import llama4
 from stretto.model.families.mimo import mimo
@@ -40,6 +41,7 @@ NATIVE: dict[str, Builder] = {
     "Glm4ForCausalLM": glm4,
     "GlmForCausalLM": glm,
     "GptOssForCausalLM": gpt_oss,
+    "GraniteForCausalLM": granite,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
     "Llama4ForCausalLM": llama4,
     "LlamaForCausalLM": Llama,

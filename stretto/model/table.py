@@ -36,6 +36,7 @@ FAMILIES = (
     Family("Qwen3-Next", ("Qwen3NextForCausalLM",), "three of four layers keep a state (gated delta rule); gated heads;"
            " a shared expert"),
     Family("Qwen3.5, text", ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), "as Qwen3-Next, with experts or without"),
+    Family("Granite 3", ("GraniteForCausalLM",), "embeddings, scores, logits and what a layer adds are scaled"),
     Family("Granite 4", ("GraniteMoeHybridForCausalLM",), "most layers keep a state (Mamba-2), some or all attend"
            " without rotation; experts beside an MLP, or the MLP alone"),
     Family("MiMo", ("MiMoForCausalLM",), "its predicting layer is the drafter `mtp`"),

@@ -159,7 +159,7 @@ def test_pieces_cover_everything_once():
 
 
 @pytest.mark.parametrize(("family", "ranks", "message"), [
-    ("llama", 3, "cannot be shared equally by 3 ranks"), ("granite", 2, "not cut into ranks")])
+    ("llama", 3, "cannot be shared equally by 3 ranks"), ("stablelm", 2, "not cut into ranks")])
 def test_models_that_cannot_be_cut_are_refused(tmp_path: Path, family: str, ranks: int, message: str):
     save_tiny(tmp_path, family)
     with pytest.raises(ConfigError, match=message):

@@ -79,8 +79,9 @@ def family(name: str, window: int | None) -> tuple[type, transformers.Pretrained
         "llama4": lambda: (t.Llama4ForCausalLM, t.Llama4TextConfig(  # a layer that does not rotate, experts, an MLP
             **SHAPE, **experts, head_dim=16, intermediate_size_mlp=80, attention_chunk_size=CONTEXT, floor_scale=20,
             no_rope_layers=[1, 0, 1], moe_layers=[0, 1])),
-        "granite": lambda: (t.GraniteForCausalLM, t.GraniteConfig(  # through the fallback
-            **SHAPE, logits_scaling=3.0, attention_multiplier=0.3)),
+        "granite": lambda: (t.GraniteForCausalLM, t.GraniteConfig(
+            **SHAPE, logits_scaling=3.0, attention_multiplier=0.3, residual_multiplier=0.7)),
+        "stablelm": lambda: (t.StableLmForCausalLM, t.StableLmConfig(**SHAPE)),  # through the fallback
         "olmo3": lambda: (t.Olmo3ForCausalLM, t.Olmo3Config(  # through the fallback
             **SHAPE, pad_token_id=0, sliding_window=window or CONTEXT, layer_types=[
                 "sliding_attention", "full_attention", "sliding_attention"])),

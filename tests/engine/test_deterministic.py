@@ -187,7 +187,7 @@ def config(path, **speculation) -> Config:
 
 
 def test_what_cannot_be_deterministic_is_refused(subjects, tmp_path) -> None:
-    save_tiny(tmp_path, "granite")
+    save_tiny(tmp_path, "stablelm")
     with pytest.raises(ConfigError, match=r"--deterministic does not work with model .*transformers"):
         prepare(config(tmp_path))
     path = subjects("llama", None, "float32").target.path

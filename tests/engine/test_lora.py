@@ -215,8 +215,8 @@ def test_what_cannot_work_is_refused_at_the_start(adapted, tmp_path: Path):
     assert "no adapter folder" in refused(tiny.path, lora_modules=(f"x={tmp_path}",))
     assert "NAME=FOLDER" in refused(tiny.path, lora_modules=("x",))
     assert "must be 1 or more" in refused(tiny.path, enable_lora=True, max_loras=0)
-    save_tiny(tmp_path / "granite", "granite")
-    assert "no room for LoRA" in refused(tmp_path / "granite", enable_lora=True)
+    save_tiny(tmp_path / "stablelm", "stablelm")
+    assert "no room for LoRA" in refused(tmp_path / "stablelm", enable_lora=True)
 
 
 def test_an_engine_without_room_says_so(adapted):

@@ -16,10 +16,10 @@ from tests.engine.small import Oracle, Run, greedy, make_core
 OPTIONS = {"chunk": (1, 7, 64, 0), "page": (1, 16, 64, 256), "overlap": (False, True), "prefix": (True, False),
            "drafts": ("none", "right", "wrong", "mixed"), "policy": ("full", "one_in_mixed", "budget")}
 NATIVE = {"off": ("llama", "qwen2", "qwen3", "mistral"), "16": ("qwen2", "qwen3", "mistral")}
-SHARED = {"off": ("olmo2", "phi3", "glm4", "qwen3_moe", "qwen3_next", "qwen3_5", "granite_hybrid",
+SHARED = {"off": ("olmo2", "phi3", "glm4", "qwen3_moe", "qwen3_next", "qwen3_5", "granite", "granite_hybrid",
                   "llama4"),
           "16": ("gemma2", "gemma3", "mixtral", "gpt_oss")}
-FALLBACK = {"off": ("granite",), "16": ("olmo3",)}
+FALLBACK = {"off": ("stablelm",), "16": ("olmo3",)}
 NEW = 20
 ACCURACY = {"right": 1.0, "wrong": 0.0, "mixed": 0.6}
 

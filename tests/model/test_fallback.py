@@ -328,7 +328,7 @@ def test_case_18_13_a_refused_model_leaves_nothing_behind(tmp_path):
 
 
 def test_a_model_without_a_native_family_is_loaded_through_transformers(tmp_path):
-    save_works(tmp_path, "granite")
+    save_works(tmp_path, "opt")
     assert isinstance(load_model(tmp_path, dtype=torch.float32, device=CPU), FallbackModel)
 
 

@@ -91,6 +91,9 @@ FAMILIES = {
     "qwen3.5": ("Qwen3_5", QWEN3_5 | {"linear_num_key_heads": 4}),
     "qwen3.5-tied": ("Qwen3_5", QWEN3_5 | {"tie_word_embeddings": True, "partial_rotary_factor": 0.5}),
     "qwen3.5-moe": ("Qwen3_5Moe", QWEN3_5_MOE),
+    "granite3": ("Granite", {"logits_scaling": 3.0, "embedding_multiplier": 5.0, "residual_multiplier": 0.4,
+                             "attention_multiplier": 0.2, "tie_word_embeddings": True}),
+    "granite3-biases": ("Granite", {"attention_bias": True, "mlp_bias": True, "residual_multiplier": 0.7}),
     "granite4": ("GraniteMoeHybrid", GRANITE),
     "granite4-dense": ("GraniteMoeHybrid", GRANITE | {
         "num_local_experts": 0, "mamba_n_groups": 1, "mamba_proj_bias": True, "mamba_conv_bias": False,
