@@ -1,4 +1,4 @@
-"""Granite 3: a Llama that scales its embeddings, its scores, its logits, and what a layer adds to the residual stream."""
+"""Granite 3: a Llama that scales its embeddings, scores and logits, and what a layer adds to the residual stream."""
 
 from __future__ import annotations
 
