@@ -413,6 +413,9 @@ class Sessions:
         n = len(old.tokens)
         if _shared(session, new, kept) < n or not lease.lo <= new.adoptable or not new.ready:
             return False
+        first = self._queue.first(())
+        if first is not None and first.job.rank < new.job.rank:
+            return False  # the slot is theirs who came before
         del self._waiting[session.waiting.popleft().rid]
         new.expected = lease.lo
         self._ops.map(old.slot, self._ledger.publish(lease, old.tokens))

@@ -176,3 +176,23 @@ def test_refusals():
         assert (caught.value.param, caught.value.code) == ("offset", None)
     h.half.sessions.close(sid)
     h.finish()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_session_with_a_turn_always_waiting_keeps_nobody_out(depth: int):
+    """Its next turn goes on in place where nobody waits for a slot; else they run in the order in which they came."""
+    h = Harness(plain_world(max_slots=2, depth=depth), 0)
+    sid = opened(h, "s")
+    session_turn(h, sid, prompt_of(4), max_tokens=8)
+    waiting(h, sid, prompt_of(2), "w0")
+    other = submit(h, prompt_of(30, 1), max_tokens=20)
+    for n in range(1, 200):
+        if not h.waiting_turns:
+            waiting(h, sid, prompt_of(2, n), f"w{n}")
+        h.step()
+        if h.clients[other, 0].finish:
+            break
+    assert h.clients[other, 0].finish and counters(h).session_turns <= 3
+    run_dry(h)
+    h.half.sessions.close(sid)
+    h.finish()
