@@ -19,8 +19,7 @@ class Blocks:
     ahead: int = 256  # columns asked for before the launch before has ended
     copies: bool = False  # tiles come by the copy engine (tensor memory accelerator, sm_90 and up)
     piece: int = 64  # columns that one thread asks for at a time; `ahead` is a multiple
-    askers: int = 0  # tiles whose programs ask, for others as well; 0: each asks for its own
-    reach: int = 0  # tiles asked for in all; 0: all
+    askers: int = 0  # tiles whose programs ask, the first ones; 0: all
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ SOME_ROWS = 128  # of the kernel for gated products of some rows: above, cuBLAS 
 HEAD = 32768  # outputs from which a matrix is as long as a vocabulary
 MOST_INPUTS = 8192  # of the kernel for one row
 SMALL = 8 << 20  # elements below which a matrix is read in a few microseconds
-CACHED = 16 << 20  # elements up to which a matrix may be in the second-level cache as a whole
 EARLY = 400  # programs of the kernel for one row that are there before the launch before has ended
 
 
@@ -34,13 +33,11 @@ def one_row_blocks(outputs: int, inputs: int, gated: bool) -> OneRow | None:
     outputs: where they are many, that is as much as a part of the weights."""
     if (outputs >= HEAD and inputs < 2048) or inputs > MOST_INPUTS:
         return None
-    size = outputs * inputs * (1 + gated)
     if gated:
-        wanted = [OneRow(4, 1024, 2, 4) if size <= SMALL else
-                  OneRow(4, 1024, 4, 4, ahead=512, askers=EARLY, reach=EARLY)]
+        wanted = [OneRow(4, 1024, 2, 4) if outputs * inputs * 2 <= SMALL else
+                  OneRow(4, 1024, 4, 4, ahead=512, askers=EARLY)]
     else:
-        alone = OneRow(4, 2048, 1, 4, ahead=inputs, askers=132) if SMALL < size <= CACHED else OneRow(4, 2048, 1, 4)
-        wanted = [alone, OneRow(8, 1024, 1, 4) if inputs == 1024 else OneRow(4, 1024, 4, 4)]
+        wanted = [OneRow(4, 2048, 1, 4), OneRow(8, 1024, 1, 4) if inputs == 1024 else OneRow(4, 1024, 4, 4)]
     wanted += [OneRow(8, 512, 2, 4), OneRow(8, 256, 2, 4)]
     return next((b for b in wanted if outputs % b.outputs == 0 and inputs % b.columns == 0), None)
 

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stretto.ops.blocks import Blocks
 from stretto.ops.triton_launch import ask_rows
 
-ASKED = ("ahead", "piece", "askers", "tiles")  # what a launch asks for varies
+ASKED = ("ahead", "piece", "askers")  # what a launch asks for varies
 
 
 @triton.jit
@@ -28,28 +28,26 @@ def _silu(x):
 
 
 @triton.jit
-def _start(w, tile, inputs, n, ahead, piece, askers, tiles, BN: tl.constexpr, GATED: tl.constexpr,
-           THREADS: tl.constexpr, PDL: tl.constexpr):
-    """Asks for weights, then waits for the launch before; what is written before this launch may be read from here on.
-
-    The programs of the first `askers` tiles ask for the first `ahead` columns of the tiles tile, tile + askers, ..."""
+def _start(w, tile, inputs, n, ahead, piece, askers, BN: tl.constexpr, GATED: tl.constexpr, THREADS: tl.constexpr,
+           PDL: tl.constexpr):
+    """The programs of the first `askers` tiles ask for the first `ahead` columns of theirs. Then waits for the launch
+    before; what is written before this launch may be read from here on."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if tile < askers:
-            for t in tl.range(tile, tiles, askers):
-                ask_rows(w, t * BN, inputs, ahead, piece, BN, THREADS)
-                if GATED:
-                    ask_rows(w, n + t * BN, inputs, ahead, piece, BN, THREADS)
+            ask_rows(w, tile * BN, inputs, ahead, piece, BN, THREADS)
+            if GATED:
+                ask_rows(w, n + tile * BN, inputs, ahead, piece, BN, THREADS)
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["eps", *ASKED])
-def one_row_kernel(x, w, norm, bias, out, n, inputs, eps, ahead, piece, askers, tiles, BN: tl.constexpr,
-                   BK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+def one_row_kernel(x, w, norm, bias, out, n, inputs, eps, ahead, piece, askers, BN: tl.constexpr, BK: tl.constexpr,
+                   STAGES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
                    ADD: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr):
     """out[n] (+)= W[n, inputs] x, in float32. NORM: x is RMS-normed first. GATED: silu(first half) * second half."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    _start(w, tl.program_id(0), inputs, n, ahead, piece, askers, tiles, BN, GATED, THREADS, PDL)
+    _start(w, tl.program_id(0), inputs, n, ahead, piece, askers, BN, GATED, THREADS, PDL)
     k = tl.arange(0, BK)
     at = w + rows.to(tl.int64)[:, None] * inputs + k[None, :]
     up = at + n.to(tl.int64) * inputs
@@ -105,7 +103,7 @@ def _finish(acc, bias, out, tokens, rows, m, n, BIAS: tl.constexpr, ADD: tl.cons
 
 @triton.jit(do_not_specialize=["m", *ASKED])
 def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, m, n, inputs, x_stride, ahead, piece,
-                    askers, tiles, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+                    askers, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
                     STAGES: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
                     COPIES: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
                     UPCAST: tl.constexpr):
@@ -117,7 +115,7 @@ def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, m, n, 
     part = tl.program_id(1)
     each = inputs // SPLIT
     rows = tile * BN + tl.arange(0, BN)
-    _start(w + part * each, tile, inputs, n, ahead, piece, askers, tiles, BN, GATED, THREADS, PDL)
+    _start(w + part * each, tile, inputs, n, ahead, piece, askers, BN, GATED, THREADS, PDL)
     tokens = tl.arange(0, BM)
     k = part * each + tl.arange(0, BK)
     at = w + rows.to(tl.int64)[:, None] * inputs + k[None, :]
@@ -159,10 +157,9 @@ def few_rows_kernel(x, w, x_tiles, w_tiles, bias, out, partial, arrivals, m, n, 
 INTERPRETED = isinstance(one_row_kernel, InterpretedFunction)
 
 
-def asked(blocks: Blocks, n: int) -> tuple[int, int, int, int]:
+def asked(blocks: Blocks, n: int) -> tuple[int, int, int]:
     """The kernels' arguments named in ASKED."""
-    tiles = n // blocks.outputs
-    return blocks.ahead, blocks.piece, blocks.askers or tiles, blocks.reach or tiles
+    return blocks.ahead, blocks.piece, blocks.askers or n // blocks.outputs
 
 
 def launch_one_row(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: Blocks, pdl: bool,

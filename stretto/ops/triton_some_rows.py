@@ -16,14 +16,14 @@ from stretto.ops.triton_skinny import ASKED, INTERPRETED, _dot, _silu, _start, a
 
 
 @triton.jit(do_not_specialize=["m", *ASKED])
-def some_rows_kernel(x_tiles, w_tiles, w, bias, out, m, n, inputs, ahead, piece, askers, tiles, BM: tl.constexpr,
+def some_rows_kernel(x_tiles, w_tiles, w, bias, out, m, n, inputs, ahead, piece, askers, BM: tl.constexpr,
                      BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
                      THREADS: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """out[m, n] = silu(first half) * second half of x[m, inputs] W^T, for m <= BM. `x_tiles` [BM, BK] and `w_tiles`
     [BN, BK] are descriptors of x and w."""
     tile = tl.program_id(0)
     columns = tile * BN + tl.arange(0, BN)
-    _start(w, tile, inputs, n, ahead, piece, askers, tiles, BN, True, THREADS, PDL)
+    _start(w, tile, inputs, n, ahead, piece, askers, BN, True, THREADS, PDL)
     tokens = tl.arange(0, BM)
     acc = tl.zeros((BM, BN), tl.float32)
     acc_up = tl.zeros((BM, BN), tl.float32)
