@@ -176,7 +176,8 @@ class Load:
     def __str__(self) -> str:
         turns = f", {self.turns} turns {self.think:g} s apart" if self.turns > 1 else ""
         shared = f"{self.shared} tokens that are the same in all, " if self.shared else ""
-        return f"{self.amount:g} {self.unit}: {shared}prompts of {self.prompt}, answers of {self.output}{turns}"
+        amount = f"{self.amount:,.0f}" if self.amount.is_integer() else f"{self.amount:g}"
+        return f"{amount} {self.unit}: {shared}prompts of {self.prompt}, answers of {self.output}{turns}"
 
 
 def parse_load(text: str) -> Load:
