@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -115,9 +114,9 @@ class StepTimes:
         """(what, seconds) of each point that there was time for."""
         samples: Samples = []
         wanted = points(self._limits)
-        ends = time.perf_counter() + seconds
+        ends = self._clock() + seconds
         for done, point in enumerate(wanted, 1):
-            left = ends - time.perf_counter()
+            left = ends - self._clock()
             if done <= LEAST_POINTS or _expected(point, samples) < left / 2:
                 samples.append((point.work, min(self._times(point))))
             if progress:

@@ -51,6 +51,7 @@ EXPLORE_UNASKED = 1.0  # saved plain steps from which one proposes for it alone,
 STALE = 64  # steps after which a size is tried again
 SURPRISE = 0.05  # by which the usual acceptance must have risen in a probe, so that another follows at once
 REMEMBERED = 4096  # requests and sessions without a slot
+TOLD_ROWS = (1, 16, 256)  # for which `describe` says what proposals cost
 NORMAL = NormalDist()
 LEAST_STEP, MOST_LEAST = 0.05, 0.9  # steps in which `least` moves, and its largest value
 NOTHING = np.zeros((0, 0)), np.zeros((0, 0))  # gains and costs where there are no drafts to choose from
@@ -159,7 +160,8 @@ class Elastic:
     def describe(self) -> dict[str, object]:
         """For people: what the decisions rest on."""
         return {"draft_widths": list(self.widths), "adapts": self.adapts, "step_goal_ms": self.goal and 1e3 * self.goal,
-                "measured_steps": self.cost.samples, "step_times": self.cost.describe()}
+                "measured_steps": self.cost.samples, "step_times": self.cost.describe(),
+                "proposing_ms": {n: round(1e3 * self.cost.proposing(n, self.widths[-1]), 3) for n in TOLD_ROWS}}
 
     # --------------------------------------------------------------------------------------------------- one step
     def choose(self, demand: Demand) -> Choice:

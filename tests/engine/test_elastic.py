@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterator
+import time
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from stretto.device.streams import InlineDevice, ThreadDevice
+from stretto.engine.build import _shapes, _step_clock
 from stretto.engine.step_times import LEAST_POINTS, StepTimes, cached, points
 from stretto.host.cost import CostModel, StepWork
 from stretto.host.elastic import Elastic
@@ -213,6 +216,32 @@ def test_step_times_leave_the_engine_as_it_was(oracle: Oracle):
         got.submit(str(i), prompt, greedy(TOKENS))
     got.finish()
     assert [got.ids(str(i)) for i in range(4)] == [oracle.answer(prompt, TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_graphs_at_the_start_are_of_steps_that_will_come(elastic: bool, on_host: bool):
+    """Where each step decides about drafts: plain steps without proposals, too, and few large ones with many drafts."""
+    resolved = SimpleNamespace(speculation_tokens=4, max_num_seqs=256, elastic=elastic)
+    limits = SimpleNamespace(drafter=print if on_host else None, budget=8192)
+    shapes = _shapes(resolved, limits)  # type: ignore[arg-type]
+    plain = {s.rows for s in shapes if s.width == 1 and s.draft_width == 0}
+    proposing = {s.rows for s in shapes if s.draft_width == 4}
+    assert (256 in plain) is (elastic or on_host) and (256 in proposing) is not on_host
+    assert max(s.tokens or 0 for s in shapes if s.width > 1) == (480 if elastic else 256 * 5)
+    assert len(shapes) == len(set(shapes))
+
+
+def test_steps_on_a_cpu_cost_what_they_work_and_goals_are_in_seconds_of_the_clock():
+    def clock(device: str, goal: float | None) -> Callable[[], float]:
+        schedule = SimpleNamespace(slo_itl_ms=goal)
+        return _step_clock(SimpleNamespace(device=device, config=SimpleNamespace(schedule=schedule)))  # type: ignore
+
+    assert clock("cuda", None) is clock("cpu", 30.0) is time.monotonic
+    worked = clock("cpu", None)
+    before, began = worked(), time.monotonic()
+    time.sleep(0.2)
+    assert worked() - before < 0.5 * (time.monotonic() - began)
 
 
 def test_measuring_stops_when_its_time_is_over(oracle: Oracle):
