@@ -172,8 +172,8 @@ class ReplyPlanner:
         bound = tools if tools is not None and (tools.bound or asked) else None
         form, rules = self._rules(form, bound) if form and bound else (form, [])
         schemas = {f["name"]: f.get("parameters") for f in (tools.functions if tools else ())}
-        reader = partial(MarkedReply, thinking=opened, reasoning=reasoning, form=form, schemas=schemas) \
-            if reasoning or form else None
+        reader = partial(MarkedReply, thinking=opened, reasoning=reasoning, form=form, schemas=schemas,
+                         held=bound is not None) if reasoning or form else None
         grammar = _grammar(asked, bound, rules, reasoning, opened, self._sign)
         return ReplyPlan(grammar, _checks(asked, bound), reader, bool(self._special) and reader is not None,
                          reasoning and body.include_reasoning is False, isinstance(form, Mistral))

@@ -88,11 +88,15 @@ class Words(NamedTuple):
 
 
 class CallForm(Protocol):
-    """`begin`: the marker before a call. `markers`: all of them, which may be special tokens. `bare`: an answer may
-    also begin with a call's head, without a marker."""
+    """`begin`: the marker before a call. `alone`: how a head begins that models now and then write without the marker;
+    "": none. `markers`: all of them, which may be special tokens. `bare`: an answer may also begin with a call's head,
+    without a marker."""
 
     @property
     def begin(self) -> str: ...
+
+    @property
+    def alone(self) -> str: ...
 
     @property
     def markers(self) -> tuple[str, ...]: ...
@@ -222,7 +226,7 @@ def end_of_call(text: str, final: bool) -> Tail | None:
 
 
 class Hermes:
-    begin, markers, bare = CALL, (CALL, END_CALL), False
+    begin, alone, markers, bare = CALL, "", (CALL, END_CALL), False
 
     def head(self, text: str, first: bool, final: bool) -> Head | Calls | Words | None:
         if found := _OBJECT_HEAD.match(text):
@@ -248,7 +252,7 @@ class Hermes:
 
 
 class Llama:
-    begin, markers, bare = PYTHON_TAG, (PYTHON_TAG,), True
+    begin, alone, markers, bare = PYTHON_TAG, "", (PYTHON_TAG,), True
 
     def head(self, text: str, first: bool, final: bool) -> Head | Calls | Words | None:
         if found := _OBJECT_HEAD.match(text):
@@ -278,7 +282,7 @@ class Llama:
 class Mistral:
     """`named`: names stand before [ARGS], not in a list of objects. What is written decides how it is read."""
 
-    begin, bare = TOOL_CALLS, False
+    begin, alone, bare = TOOL_CALLS, "", False
 
     def __init__(self, named: bool):
         self.named = named

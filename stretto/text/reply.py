@@ -10,7 +10,7 @@ in this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from stretto.text.call_forms import Arguments, CallForm, Calls, Head, ReadTail
@@ -91,12 +91,14 @@ class Words:
 
 class MarkedReply:
     """`thinking`: the prompt has opened the reasoning. `reasoning`: an answer may begin with reasoning. `form`: how its
-    calls are written; None: it has none. `schemas`: of the functions' arguments, by name."""
+    calls are written; None: it has none. `schemas`: of the functions' arguments, by name. `held`: a grammar holds the
+    calls to their form, so that none begins without its marker."""
 
     def __init__(self, *, thinking: bool = False, reasoning: bool = False, form: CallForm | None = None,
-                 schemas: Mapping[str, Any] | None = None):
+                 schemas: Mapping[str, Any] | None = None, held: bool = False):
         self.calls = 0
         self._form, self._schemas = form, schemas or {}
+        self._begins = () if form is None else (form.begin, form.alone) if form.alone and not held else (form.begin,)
         self._buffer = ""  # not looked at, or not decided
         self._thought, self._words = Words(True), Words(thinking)
         self._parts: list[Part] = []
@@ -135,11 +137,11 @@ class MarkedReply:
         return True
 
     def _reasoning(self, final: bool) -> bool:
-        found = self._until(END_THINK, final)
-        self._say(Reasoning, found.before)
-        if found.whole:
+        before, mark = self._until((END_THINK,), final)
+        self._say(Reasoning, before)
+        if mark:
             self._mark(self._answer)
-        return found.whole
+        return bool(mark)
 
     def _bare_call(self, final: bool) -> bool:
         said = self._buffer.lstrip()
@@ -153,12 +155,14 @@ class MarkedReply:
             self._say(Content, self._buffer)
             self._buffer = ""
             return False
-        found = self._until(self._form.begin, final)
-        self._say(Content, found.before)
-        if found.whole:
-            self._marker, self._first = self._form.begin, True
+        before, mark = self._until(self._begins, final)
+        self._say(Content, before)
+        if mark:
+            self._marker, self._first = mark, True
+            if mark == self._form.alone:  # it belongs to the head
+                self._marker, self._buffer = "", mark + self._buffer
             self._mark(self._call_head)
-        return found.whole
+        return bool(mark)
 
     def _call_head(self, final: bool) -> bool:
         assert self._form is not None
@@ -201,21 +205,18 @@ class MarkedReply:
         return True
 
     # ----------------------------------------------------------------------------------------------------- inside
-    class _Found(NamedTuple):
-        before: str
-        whole: bool  # the marker was there, and is gone from the buffer
-
-    def _until(self, marker: str, final: bool) -> _Found:
-        """What stands before the marker, or before what may become one."""
-        before, found, rest = self._buffer.partition(marker)
+    def _until(self, marks: Sequence[str], final: bool) -> tuple[str, str]:
+        """What stands before the first of the marks, and that mark, both gone from the buffer; or what stands before
+        the beginning of one, and no mark."""
+        found = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
         if found:
-            self._buffer = rest
-            return self._Found(before, True)
-        held = 0 if final else next(n for n in range(min(len(marker) - 1, len(before)), -1, -1)
-                                    if before.endswith(marker[:n]))
-        cut = len(before) - held
-        self._buffer = before[cut:]
-        return self._Found(before[:cut], False)
+            place, mark = min(found)
+            before, self._buffer = self._buffer[:place], self._buffer[place + len(mark) :]
+            return before, mark
+        held = 0 if final else max(n for mark in marks for n in range(len(mark)) if self._buffer.endswith(mark[:n]))
+        cut = len(self._buffer) - held
+        before, self._buffer = self._buffer[:cut], self._buffer[cut:]
+        return before, ""
 
     def _say(self, kind: type[Reasoning] | type[Content], text: str) -> None:
         words = self._words if kind is Content else self._thought

@@ -229,6 +229,9 @@ def test_case_15_01_a_call_between_tags_that_is_cut_anywhere(options: dict, text
     (TAGGED, '<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
     (TAGGED, "<tool_call>\n<function=f", "<tool_call>\n<function=f", []),
     (TAGGED, tagged("f", s="</function> </tool_call>"), "", [["f", '{"s": "</function> </tool_call>"}']]),
+    (TAGGED, "So: " + tagged("f", n="3").removeprefix("<tool_call>\n") + " done", "So: done", [["f", '{"n": 3}']]),
+    (TAGGED, "A <function= or <function=\n, <function=f <b> <", "A <function= or <function=\n, <function=f <b> <", []),
+    (TAGGED | {"held": True}, "So: <function=f></function>", "So: <function=f></function>", []),
     (PAIRED, "<tool_call>f<arg_key>s</arg_key><arg_value>\nab</arg_value></tool_call>", "", [["f", '{"s": "\\nab"}']]),
     (PAIRED, "<tool_call>f(x) </tool_call>", "<tool_call>f(x) </tool_call>", []),
     (PAIRED, "<tool_call>f\n<arg_key>s</arg_key></tool_call>", "", [["f", "{}"]]),
@@ -266,7 +269,8 @@ TAG_PIECES = ("<tool_call>", "</tool_call>", "<function=f>", "<function=", "<par
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.sampled_from(TAG_PIECES), max_size=24), st.sampled_from(
-    [form | more for form in (TAGGED, PAIRED) for more in ({}, dict(reasoning=True), dict(thinking=True))]),
+    [form | more for form in (TAGGED, PAIRED) for more in (
+        {}, dict(reasoning=True), dict(thinking=True), dict(held=True))]),
     st.integers(0, 2**32))
 def test_every_partition_of_calls_between_tags_gives_the_same_message(pieces: list[str], options: dict, seed: int):
     text, rng = "".join(pieces), random.Random(seed)
