@@ -72,7 +72,7 @@ WIDTH, PAGE, PROMPT = 7, 16, 512
 FIXED = (0, 1, 3, 5, 7)
 GROWTH = 1200  # cells that a row may grow by in a round
 LEAD = 3  # steps of a window that do not count: they verify what the policy before had proposed
-WARM = 60  # steps of elastic in each half of the first round: it gathers which sizes of steps pay
+WARM = 48  # steps of elastic in each half of the first round: it gathers which sizes of steps pay
 FAR, VERY_FAR = 0.85, 0.7  # of the best fixed width, below which one has no more turns; after the round that warms up
 TOKENS_A_ROW = 1.4  # of a step, about, so that windows with prompts are as long as those without
 ARRIVING = 32  # rows for prompts that arrive meanwhile
@@ -226,12 +226,13 @@ class Point:
         return [(0.3, 0.6, 0.85) if self.acceptance == "mixed" else (float(self.acceptance),)]
 
 
-POINTS = [Point(64, 1024, "0.6"), Point(256, 1024, "0.6", True), Point(128, 1024, "mixed"), Point(1, 1024, "0.85"),
-          Point(64, 300, "0.3"), Point(256, 300, "0.85"), Point(64, 8192, "0.85"), Point(8, 1024, "0.3", True),
-          Point(256, 1024, "mixed"), Point(128, 1024, "drifting"), Point(32, 1024, "0.85"), Point(256, 300, "0.3"),
-          Point(64, 1024, "mixed", True), Point(128, 1024, "0.3", True), Point(1, 300, "0.3"), Point(8, 300, "mixed"),
-          Point(8, 8192, "0.85"), Point(32, 300, "0.6"), Point(64, 300, "0.85", True), Point(32, 1024, "drifting"),
-          Point(128, 300, "0.6"), Point(1, 8192, "0.6"), Point(32, 8192, "0.3", True), Point(64, 8192, "drifting")]
+POINTS = [Point(8, 1024, "0.3", True), Point(256, 300, "0.85"), Point(64, 1024, "mixed", True),
+          Point(128, 1024, "drifting"), Point(256, 300, "0.3"), Point(128, 1024, "0.3", True),
+          Point(32, 1024, "drifting"), Point(64, 300, "0.85", True), Point(32, 8192, "0.3", True),
+          Point(8, 300, "mixed"), Point(64, 300, "0.3"), Point(64, 1024, "0.6"), Point(32, 300, "0.6"), Point(32, 1024, "0.85"),
+          Point(128, 300, "0.6"), Point(1, 300, "0.3"), Point(8, 8192, "0.85"), Point(1, 8192, "0.6"),
+          Point(1, 1024, "0.85"), Point(128, 1024, "mixed"), Point(64, 8192, "0.85"), Point(256, 1024, "0.6", True),
+          Point(256, 1024, "mixed"), Point(64, 8192, "drifting")]
 IDLE_ROWS, IDLE_CONTEXT = (1, 8, 64, 256), 1024
 
 
