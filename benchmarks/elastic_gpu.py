@@ -229,8 +229,9 @@ class Point:
 POINTS = [Point(8, 1024, "0.3", True), Point(256, 300, "0.85"), Point(64, 1024, "mixed", True),
           Point(128, 1024, "drifting"), Point(256, 300, "0.3"), Point(128, 1024, "0.3", True),
           Point(32, 1024, "drifting"), Point(64, 300, "0.85", True), Point(32, 8192, "0.3", True),
-          Point(8, 300, "mixed"), Point(64, 300, "0.3"), Point(64, 1024, "0.6"), Point(32, 300, "0.6"), Point(32, 1024, "0.85"),
-          Point(128, 300, "0.6"), Point(1, 300, "0.3"), Point(8, 8192, "0.85"), Point(1, 8192, "0.6"),
+          Point(8, 300, "mixed"), Point(64, 300, "0.3"), Point(64, 1024, "0.6"), Point(32, 300, "0.6"),
+          Point(32, 1024, "0.85"), Point(128, 300, "0.6"), Point(1, 300, "0.3"), Point(8, 8192, "0.85"),
+          Point(1, 8192, "0.6"),
           Point(1, 1024, "0.85"), Point(128, 1024, "mixed"), Point(64, 8192, "0.85"), Point(256, 1024, "0.6", True),
           Point(256, 1024, "mixed"), Point(64, 8192, "drifting")]
 IDLE_ROWS, IDLE_CONTEXT = (1, 8, 64, 256), 1024
