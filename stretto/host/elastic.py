@@ -283,9 +283,10 @@ class Elastic:
     def _price(self, demand: Demand, rate: float, drafts: int) -> float:
         """The chance from which a draft is worth its time in a step with about so many: what a token more costs, at
         the best rate of tokens."""
-        rows = len(demand.slots)
-        around = np.asarray([max(rows, int(0.8 * (rows + drafts))),
-                             min(int(1.2 * (rows + drafts)) + 8, rows * (1 + self.widths[-1]))])
+        rows, most = len(demand.slots), len(demand.slots) * (1 + self.widths[-1])
+        around = np.asarray([max(rows, int(0.8 * (rows + drafts))), min(int(1.2 * (rows + drafts)) + 8, most)])
+        if self.exact:  # what is not offered makes a smaller step of any size, and some are slower than larger ones
+            around = np.asarray([rows, most])
         if around[0] >= around[1]:
             return 0.0
         seconds = self.cost.curve(self._work(demand, rows, 0, 0), around)
