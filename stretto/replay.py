@@ -149,6 +149,8 @@ class Talk:
     live: Ask | None = None
     waiting: deque[Ask] = field(default_factory=deque)
     closing: bool = False
+    ttl: float | None = None  # seconds; None: the engine's
+    capacity: int | None = None  # tokens
 
 
 class World:
@@ -211,10 +213,10 @@ class World:
             self._after(talk)
         self._take([output for output in outputs if output.rid != rid])
 
-    def open(self, sid: str | None = None) -> str:
-        sid = sid or self.name("s")
-        self.core.manage(OpenSession(sid=sid))
-        self.talks[sid] = Talk(sid, self.now)
+    def open(self, ttl: float | None = None, capacity: int | None = None) -> str:
+        sid = self.name("s")
+        self.core.manage(OpenSession(sid=sid, ttl=ttl, capacity=capacity))
+        self.talks[sid] = Talk(sid, self.now, ttl=ttl, capacity=capacity)
         return sid
 
     def close(self, sid: str, abort: bool = False) -> None:
@@ -247,7 +249,8 @@ class World:
         """Sessions idle for too long are gone."""
         self.core.tick()
         for talk in list(self.talks.values()):
-            if talk.live is None and self.now - talk.used > self.limits.session_ttl:
+            ttl = self.limits.session_ttl if talk.ttl is None else talk.ttl
+            if talk.live is None and self.now - talk.used > ttl:
                 del self.talks[talk.sid]
         self.check_sessions()
 
@@ -371,12 +374,13 @@ class World:
         if talk.live is not None:
             full = order.on_busy == "reject" or len(talk.waiting) >= self.limits.session_queue
             return "session_busy" if full else None
-        return self._too_long(ask.tokens, self._prompt(talk, ask))
+        return self._too_long(ask.tokens, self._prompt(talk, ask), talk.capacity)
 
-    def _too_long(self, tokens: list[int], prompt: list[int]) -> str | None:
+    def _too_long(self, tokens: list[int], prompt: list[int], capacity: int | None = None) -> str | None:
         limits = self.limits
         fits = len(tokens) < min(limits.max_model_len, limits.kv_tokens)
         fits &= len(prompt) < min(limits.max_model_len, limits.kv_tokens + 1)
+        fits &= capacity is None or len(prompt) < capacity
         return None if fits else "context_length_exceeded"
 
     def _prompt(self, talk: Talk, ask: Ask) -> list[int]:
@@ -395,12 +399,13 @@ class World:
 
     def _begin_turn(self, talk: Talk, ask: Ask) -> None:
         talk.live = ask
-        self._begin(ask, self._prompt(talk, ask))
+        self._begin(ask, self._prompt(talk, ask), talk.capacity)
 
-    def _begin(self, ask: Ask, prompt: list[int]) -> None:
+    def _begin(self, ask: Ask, prompt: list[int], capacity: int | None = None) -> None:
         self.asks[ask.rid] = ask
         ask.prompt = prompt
-        room = min(self.limits.max_model_len, self.limits.kv_tokens + 1) - len(prompt)
+        most = min(self.limits.max_model_len, self.limits.kv_tokens + 1)
+        room = (most if capacity is None else min(most, capacity)) - len(prompt)
         if room <= 0:
             ask.expected = [-1]  # it waited, and is told now
             return
@@ -433,7 +438,8 @@ class World:
 
 
 def _branch(talk: Talk, sid: str, n: int, now: float) -> Talk:
-    return Talk(sid, now, talk.history[:n], min(talk.prompt, n), dict(talk.turns), talk.head)
+    return Talk(sid, now, talk.history[:n], min(talk.prompt, n), dict(talk.turns), talk.head, ttl=talk.ttl,
+                capacity=talk.capacity)
 
 
 class Crowd:
@@ -452,7 +458,7 @@ class Crowd:
     def act(self) -> None:
         """One thing that some client does, or some steps of the engine."""
         if len(self.world.talks) < 2:
-            self.world.open()
+            self._open()
         self.rng.choices(list(self._actions), list(self._actions.values()))[0]()
 
     # ------------------------------------------------------------------------------------------------------- actions
@@ -537,7 +543,11 @@ class Crowd:
     # -------------------------------------------------------------------------------------------------------- details
     def _any_open(self) -> None:
         if len(self.world.talks) < self.most_talks:
-            self.world.open()
+            self._open()
+
+    def _open(self) -> None:
+        small = self.rng.random() < 0.2
+        self.world.open(capacity=self.rng.randint(1, 2 * self._longest) if small else None)
 
     def _any(self, fits: Callable[[Talk], bool] = lambda t: True) -> Any:
         """One of the sessions that fit, mostly of the first ones; None where none does."""

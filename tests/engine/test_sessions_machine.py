@@ -123,9 +123,9 @@ class SessionMachine(RuleBasedStateMachine):
     def open_by_a_turn(self, sampling, tokens):
         self.world.turn(SessionTurn(sid=self.world.name("i"), mode="append"), tokens, sampling)
 
-    @rule()
-    def open(self):
-        self.world.open()
+    @rule(ttl=st.sampled_from([None, TTL / 2, 3 * TTL]), capacity=st.sampled_from([None, None, 20, 60]))
+    def open(self, ttl, capacity):
+        self.world.open(ttl, capacity)
 
     @precondition(lambda self: self.world.talks)
     @rule(data=st.data(), tokens=st.one_of(ids, long_ids), sampling=samplings,
