@@ -76,7 +76,7 @@ COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "elastic_measured_seconds": ((), "What those steps took"),
     "elastic_plain_seconds": ((), "What the same tokens would have taken without drafts, by the cost model"),
     "elastic_regret_seconds": ((), "Seconds of steps that drafts made longer than they were worth"),
-    "elastic_probes": ((), "Steps that verified drafts only to see whether they have become worth it"),
+    "elastic_probes": ((), "Steps that tried whether drafts have become worth it, or what a size of step costs"),
     "elastic_absent_drafts": ((), "Drafts that rows might have verified, and for which steps had no room made"),
 }
 GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
