@@ -504,7 +504,7 @@ class Crowd:
         sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
         came = [self.world.plain([(11 * start + 7 * i) % self.vocab_size for i in range(1 + start % 4)], sampling)
                 for start in self.rng.choices(range(BURST_PROMPTS), k=max(0, n - len(self.world.asks) // 2))]
-        for _ in range(most // 2):
+        for _ in range(most * 3 // 4):
             self.world.step()
         for rid in came:
             if rid in self.world.asks and self.rng.random() < 0.5:

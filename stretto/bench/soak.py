@@ -88,11 +88,11 @@ class Soak:
 
     def _setup(self, rng: random.Random) -> Setup:
         chunk = rng.choice([1, 7, 16, 64, 256])
-        page = rng.choice([1, 4, 16, 64])
+        page = rng.choice([1, 4, 4, 16, 16, 64])
         pool = max(self._context * rng.choice(POOLS) // 8, LEAST_PAGES * page)
         crowded = 1 + min(MOST_ROWS, pool // max(page, 16))  # they are admitted together, and cannot end together
         return Setup(width=rng.randint(1, 6), page_size=page, pool_tokens=pool, chunk=chunk,
                      budget=rng.choice([chunk + 16, 40, 300]), cap_policy=rng.choice(CAP_POLICIES),
                      mixed=rng.random() < 0.8, overlap=rng.random() < 0.7, prefix_cache=rng.random() < 0.8,
-                     slots=rng.choice([3, 9, crowded, crowded, crowded]), context=self._context,
+                     slots=rng.choice([3, 9, *[crowded] * 4]), context=self._context,
                      host_tokens=self._context * rng.choice([0, 0, 1, 8]))
