@@ -100,7 +100,8 @@ def round_head(head: nn.Module, moments: dict[str, torch.Tensor]) -> dict[str, t
     scales = {}
     for name, part in head.named_modules():
         weight = getattr(part, "weight", None)
-        if not isinstance(weight, nn.Parameter) or not export.is_rounded(weight):
+        if (not isinstance(weight, nn.Parameter) or not export.is_rounded(weight)
+                or export.has_eight_bits(head, name)):
             continue
         if name in moments:
             value, scales[f"{name}.weight"] = rounded_by(weight, moments[name])
@@ -128,10 +129,10 @@ def main(output: Path, *answers: Path, start: Path, model: str | None = None, he
     for name, recipe in recipes.items():
         head = recipe.make(teacher, export.vocabulary_of(start / name)).float()
         export.load(head, start / name)
-        before = {key: weight.clone() for key, weight in head.named_parameters()}
+        before = {key: weight.detach().clone() for key, weight in head.named_parameters()}
         scales = round_head(head, moments_of(head, iter(batches), recipe.drafts))
-        lost = {key: float((weight - before[key]).norm() / before[key].norm()) for key, weight in
-                head.named_parameters() if key in scales}
+        lost = {key: float((weight.detach() - before[key]).norm() / before[key].norm())
+                for key, weight in head.named_parameters() if key in scales}
         print(f"{name}: lost of its weights {min(lost.values()):.3f} to {max(lost.values()):.3f}", flush=True)
         recipe.save(output / name, head, teacher, scales)
 

@@ -2,7 +2,8 @@
 
 The format of the stored weights is that of compressed-tensors, "pack-quantized": X.weight_packed int32 [O, I / 8], the
 first number in the lowest bits, offset by 8; X.weight_scale bfloat16 [O, I / 64]; X.weight_shape [2]. Vectors and
-matrices of other sizes stay as they are. A head is trained with its weights as they will be stored.
+matrices of other sizes stay as they are. A head is trained with its weights as they will be stored. Matrices that a
+head names in `eight` have 8 bits: X.weight int8 [O, I], X.weight_scale float32 [O, 1].
 """
 
 from __future__ import annotations
@@ -27,15 +28,27 @@ Tensors, Config = dict[str, torch.Tensor], dict[str, Any]
 OF_IDS = ("lm_head.weight", "markov_head.markov_w2.weight")  # they have a row for each id that can be drafted
 GROUP = 64  # numbers of a row that share a scale
 MOST = 7  # of a code: -7 .. 7
-QUANTIZATION = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-                "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
-                    "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
-                    "dynamic": False}}}}
+COMMON = {"type": "int", "symmetric": True, "dynamic": False}
+FOUR = {"format": "pack-quantized", "weights": {"num_bits": 4, "strategy": "group", "group_size": GROUP, **COMMON}}
+EIGHT = {"format": "int-quantized", "weights": {"num_bits": 8, "strategy": "channel", **COMMON}}
 
 
 def is_rounded(weight: torch.Tensor) -> bool:
-    """Whether a weight is stored in 4 bits."""
+    """Whether a weight of this shape is stored in few bits."""
     return weight.ndim == 2 and weight.shape[0] > 1 and weight.shape[1] % GROUP == 0
+
+
+def has_eight_bits(head: nn.Module, name: str) -> bool:
+    """Whether the weight of this name, if it is stored in few bits, has 8."""
+    return name.startswith(getattr(head, "eight", ()))
+
+
+def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[O, I] -> int8 [O, I] and scales [O, 1] float32, with which weight = int8 * scale nearly; of a weight that is so
+    already, the same again."""
+    weight = weight.float()
+    scale = (weight.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)
+    return (weight / scale).round().to(torch.int8), scale
 
 
 def four_bits(weight: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,9 +74,9 @@ class Rounded(nn.Module):
 
 def train_rounded(head: nn.Module) -> None:
     """From now on the head multiplies by rounded weights."""
-    for part in list(head.modules()):
+    for name, part in list(head.named_modules()):
         weight = getattr(part, "weight", None)
-        if isinstance(weight, nn.Parameter) and is_rounded(weight):
+        if isinstance(weight, nn.Parameter) and is_rounded(weight) and not has_eight_bits(head, name):
             parametrize.register_parametrization(part, "weight", Rounded())
 
 
@@ -73,8 +86,11 @@ def round_weights(head: nn.Module) -> None:
     for part in list(head.modules()):
         if parametrize.is_parametrized(part, "weight"):
             parametrize.remove_parametrizations(part, "weight", leave_parametrized=True)
-    for weight in head.parameters():
-        if is_rounded(weight):
+    for name, weight in head.named_parameters():
+        if is_rounded(weight) and has_eight_bits(head, name):
+            codes, scale = eight_bits(weight)
+            weight.copy_(codes.float() * scale)
+        elif is_rounded(weight):
             weight.copy_(rounded(weight))
 
 
@@ -118,7 +134,9 @@ def tensors_of(head: nn.Module, scales: Tensors) -> Tensors:
     """`scales`: of weights that have been rounded by them, by name."""
     found: Tensors = {}
     for name, weight in head.state_dict().items():
-        if is_rounded(weight):
+        if is_rounded(weight) and has_eight_bits(head, name):
+            found[name], found[f"{name}_scale"] = eight_bits(weight.cpu())
+        elif is_rounded(weight):
             codes, found[f"{name}_scale"] = four_bits(weight.cpu(), scales.get(name))
             found[f"{name}_packed"] = words(codes.int() + 8)
             found[f"{name}_shape"] = torch.tensor(weight.shape)
@@ -140,16 +158,27 @@ def fingerprint(norm: torch.Tensor) -> str:
 
 def save(folder: Path, config: Config, tensors: Tensors) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    plain = [name.removesuffix(".weight") for name, tensor in tensors.items()
-             if name.endswith(".weight") and tensor.ndim == 2]
-    more = {} if not any(name.endswith("_packed") for name in tensors) else {
-        "quantization_config": {**QUANTIZATION, "ignore": plain}}
-    text = json.dumps({**config, **more}, indent=1)
+    text = json.dumps({**config, **quantization(tensors)}, indent=1)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors",
               metadata={"format": "pt"})
     size = sum(f.stat().st_size for f in folder.iterdir())
     print(f"{folder}: {size / 1e6:.2f} MB", flush=True)
+
+
+def quantization(tensors: Tensors) -> Config:
+    """What config.json says of the stored weights."""
+    matrices = {name: t for name, t in tensors.items() if t.ndim == 2 and not name.endswith("_scale")}
+    four = [name.removesuffix(".weight_packed") for name in matrices if name.endswith(".weight_packed")]
+    eight = [name.removesuffix(".weight") for name, t in matrices.items() if t.dtype is torch.int8]
+    groups = [{"targets": names, **how} for names, how in ((four, FOUR), (eight, EIGHT)) if names]
+    if not groups:
+        return {}
+    ignored = [name.removesuffix(".weight") for name, t in matrices.items() if t.is_floating_point()]
+    return {"quantization_config": {
+        "quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ignored,
+        "format": groups[0]["format"] if len(groups) == 1 else "mixed-precision",
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)}}}
 
 
 def layer_config(teacher: Teacher, shape: Shape, model_type: str) -> Config:

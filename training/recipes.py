@@ -19,7 +19,8 @@ MASK = 3  # an id that no text holds: its embedding stands for what is not known
 @dataclass(frozen=True)
 class Recipe:
     """`taps`: after which of the target's layers states are read. `inner`: of the MLPs. `vocabulary`: how many ids can
-    be drafted, the most frequent ones. `drafts`: of a chain or a block. `rank`: of a Markov head."""
+    be drafted, the most frequent ones. `drafts`: of a chain or a block. `rank`: of a Markov head. `eight`: what the
+    names of weights begin with that have 8 bits, where 4 cost drafts."""
 
     kind: str
     taps: tuple[int, ...]
@@ -28,6 +29,7 @@ class Recipe:
     vocabulary: int
     drafts: int
     rank: int = 0
+    eight: tuple[str, ...] = ()
 
     def shape(self, teacher: Teacher) -> Shape:
         return shape_of(teacher.config, self.inner, self.layers, tuple(teacher.taps.index(i) for i in self.taps))
@@ -39,7 +41,9 @@ class Recipe:
             "eagle3": lambda: Eagle3(shape, ids, norm, head),
             "dflash": lambda: DFlash(shape, self.drafts + 1, teacher.embedding[MASK], ids, norm, head),
             "dspark": lambda: DSpark(shape, self.drafts, teacher.embedding[MASK], ids, norm, head, self.rank)}
-        return made[self.kind]().to(head.device)
+        new = made[self.kind]().to(head.device)
+        new.eight = self.eight
+        return new
 
     def save(self, folder: Path, head: Any, teacher: Teacher, scales: dict[str, torch.Tensor] | None = None) -> None:
         """`scales`: of weights that have been rounded by them, by name; others get those of their largest numbers."""
@@ -48,6 +52,8 @@ class Recipe:
 
 
 RECIPES = {recipe.kind: recipe for recipe in (
-    Recipe("eagle3", taps=(1, 15, 28), layers=1, inner=1536, vocabulary=8192, drafts=5),
+    Recipe("eagle3", taps=(1, 15, 28), layers=1, inner=1536, vocabulary=8192, drafts=5,
+           eight=("fc", "midlayer")),
     Recipe("dflash", taps=(1, 10, 19, 28), layers=3, inner=768, vocabulary=16384, drafts=7),
-    Recipe("dspark", taps=(1, 10, 19, 28), layers=3, inner=768, vocabulary=16384, drafts=7, rank=64))}
+    Recipe("dspark", taps=(1, 10, 19, 28), layers=3, inner=768, vocabulary=16384, drafts=7, rank=64,
+           eight=("markov_head",)))}

@@ -15,7 +15,7 @@ from stretto.model.load import load_model
 from stretto.model.quantization import parse_quantization
 from stretto.model.source import SafetensorsSource
 from stretto.testing import Ask, Setup, greedy, make_engine, run, target_of
-from training import export, prompts
+from training import calibrate, export, prompts
 from training.answers import Answered, Answers, Dataset
 from training.heads import DFlash, DSpark, Eagle3, Seen, Shape, logits_of, shape_of
 from training.loop import Options, SparseCrossEntropy, Trainer, inputs_of
@@ -239,6 +239,38 @@ def test_heads_are_trained_as_they_will_be_stored(kind: str, teacher: Teacher, t
         assert torch.equal(stored.tensor(f"{name}.weight").float(), weight), name
     small = {name for name, weight in used.items() if export.is_rounded(weight)}
     assert small and not small & set(raw["quantization_config"]["ignore"])
+
+
+@torch.no_grad()
+def test_rounding_by_inputs_loses_less_of_what_comes_out() -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(32, 2 * export.GROUP, generator=generator)
+    x = torch.randn(400, 20, generator=generator) @ torch.randn(20, 2 * export.GROUP, generator=generator)
+    x += 0.1 * torch.randn(x.shape, generator=generator)
+    value, scales = calibrate.rounded_by(weight, x.t() @ x)
+    assert torch.equal(export.rounded(value, scales), value), "a checkpoint holds something else"
+    lost, plain = ((x @ (w - weight).t()).norm() for w in (value, export.rounded(weight)))
+    assert lost < 0.7 * plain
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_every_matrix_of_a_head_is_rounded_by_its_inputs(kind: str, teacher: Teacher, tmp_path: Path) -> None:
+    head = make_head(kind, teacher)
+    tokens = torch.tensor([[1, *range(300, 340)]])
+    place, position = torch.tensor([[5, 20]]), torch.arange(tokens.shape[1])[None]
+    before = torch.stack([tokens[:, p : p + 5] for p in place[0].tolist()], 1)
+    seen = Seen(teacher.states(tokens)[0], teacher.embedding[tokens], torch.zeros_like(position), position, place,
+                teacher.embedding[before], before)
+    scales = calibrate.round_head(head, moments := calibrate.moments_of(head, iter([seen]), 5))
+    stored = {name for name, part in head.named_modules() if hasattr(part, "weight") and export.is_rounded(part.weight)}
+    assert {f"{name}.weight" for name in stored} == set(scales)
+    assert stored - set(moments) <= {"markov_head.markov_w1"}, "what is looked up meets no inputs"
+    more = () if kind == "eagle3" else (MASK,)
+    getattr(export, kind)(tmp_path, head, teacher, shape_for(kind, teacher), scales, *more)
+    again = make_head(kind, teacher)
+    export.load(again, tmp_path)
+    for name, weight in head.state_dict().items():
+        assert torch.allclose(again.state_dict()[name], weight, atol=1e-6), name
 
 
 # ------------------------------------------------------------------------------------------------------------- prompts
