@@ -182,10 +182,9 @@ class CostModel:
         return self._scale * self._terms[2] * pairs
 
     def place(self, work: StepWork, tokens: int | np.ndarray) -> np.ndarray:
-        """Steps of which numbers of tokens are told apart: the number of such a size, from 0; scalar or [N]."""
-        at = self.computed(work, tokens)
-        above = np.minimum(np.maximum(np.searchsorted(self._grid, at), 1), len(self._grid) - 1)
-        return above - (at - self._grid[above - 1] < self._grid[above] - at)
+        """Steps of which numbers of tokens are told apart: the number of such a size, from 0; scalar or [N]. Those
+        between two sizes count as the larger one: one token more may be what takes longer."""
+        return np.minimum(np.searchsorted(self._grid, self.computed(work, tokens)), len(self._grid) - 1)
 
     def age(self, places: np.ndarray) -> np.ndarray:
         """Steps that ran since one without prompt chunks was of each of these sizes; [N] -> [N]."""
