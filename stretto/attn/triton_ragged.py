@@ -65,7 +65,7 @@ class TritonRagged:
                     kv_dtypes=frozenset({"float32", "bfloat16", "float16", "fp8_e4m3"}))
 
     def __init__(self, device: torch.device, dtype: torch.dtype, config: KernelConfig | None = None,
-                 workspace_bytes: int = 128 << 20, fixed: bool = False, hopper: bool = False):
+                 workspace_bytes: int = 128 << 20, fixed: bool = False, hopper: bool = True):
         if device.type == "cpu" and not INTERPRETED:
             raise ValueError("the Triton attention backend runs on CUDA devices; on the CPU choose the torch backend,"
                              " or set TRITON_INTERPRET=1 to test the kernels there")
