@@ -34,7 +34,8 @@ from stretto.ops.triton_launch import begin
 if TYPE_CHECKING:
     from stretto.ops.recurrent import PartMemory, StateStep
 
-SHORT = 24  # most tokens of a row that is fed token by token
+SHORT = 24  # most tokens of a row that is fed token by token, where long ones are fed in chunks
+CHUNKS = False  # off until tests/gpu/test_states_cuda.py has passed: with another tiling a device read out of bounds
 VALUES = 32  # features of a value of one program that feeds tokens
 
 
@@ -229,15 +230,17 @@ INTERPRETED = isinstance(tokens_kernel, InterpretedFunction)
 
 def launch_delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor,
                       beta: torch.Tensor | None, memory: PartMemory, where: StateStep,
-                      dtype: torch.dtype = torch.float32, short: int = SHORT,
+                      dtype: torch.dtype = torch.float32, short: int | None = None,
                       how: Chunking | None = None) -> torch.Tensor:
     """As `recurrent.recurrence_reference`; zeros for padding. One launch if all rows are short or rounding may not
-    depend on the batch, else three. `dtype`: of the operands of products of chunks."""
+    depend on the batch, else three. `dtype`: of the operands of products of chunks. `short`: None: as CHUNKS says."""
     step, (n, heads, width) = where.step, v.shape
     assert v.stride()[1:] == (width, 1) and all(x.is_contiguous() for x in (q, k, decay, memory.slots))
     assert beta is None or beta.is_contiguous()
     out = torch.zeros(n, heads, width, dtype=torch.float32, device=v.device)
     most = n if step.most_tokens is None else min(n, step.most_tokens)
+    if short is None:
+        short = SHORT if CHUNKS else n
     one_by_one = where.fixed or most <= short
     values = min(VALUES, triton.next_power_of_2(width))
     tokens_kernel[len(step.slots), heads, triton.cdiv(width, values)](

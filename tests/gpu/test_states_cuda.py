@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stretto.ops.recurrent import PartMemory, StateStep, recurrence_reference
-from stretto.ops.triton_delta import launch_delta_rule
+from stretto.ops.triton_delta import SHORT, launch_delta_rule
 from stretto.ragged import RaggedStep
 from tests.gpu.timing import seconds
 
@@ -58,7 +58,7 @@ def errors(name: str, dtype: str) -> list[float]:
         first = [torch.randn(*shape, *state, device="cuda") for shape in ((len(lengths) + 1, 2), (2 + n // 48,))]
         made, right = (PartMemory(*(t.clone() for t in first)) for _ in range(2))
         want = recurrence_reference(*inputs, right, where)
-        got = launch_delta_rule(*inputs, made, where, getattr(torch, dtype))
+        got = launch_delta_rule(*inputs, made, where, getattr(torch, dtype), SHORT)
         found += [float((one - other).norm() / other.norm()) for one, other in
                   ((got, want), (made.slots[1:], right.slots[1:]), (made.pages[1:], right.pages[1:]))]
     return found
@@ -86,5 +86,5 @@ def faster() -> float:
     where, inputs = StateStep.of(step, 0, 2), inputs_of(2048, SIZES["delta net"])
     memory = PartMemory(*(torch.zeros(*shape, 32, 128, 128, device="cuda") for shape in ((2, 2), (45,))))
     chunks, tokens = (seconds(lambda short=short: launch_delta_rule(*inputs, memory, where, torch.bfloat16, short))
-                      for short in (24, 4096))
+                      for short in (SHORT, 4096))
     return tokens / chunks

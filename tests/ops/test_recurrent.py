@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from stretto.ops.recurrent import (
     causal_conv_reference,
     recurrence_reference,
 )
-from stretto.ops.triton_delta import Chunking, launch_delta_rule
+from stretto.ops.triton_delta import SHORT, Chunking, launch_delta_rule
 from stretto.ops.triton_delta_net import launch_delta_inputs, launch_gated_norm
 from stretto.ops.triton_recurrent import launch_conv
 from stretto.ragged import RaggedStep
@@ -133,7 +135,7 @@ def test_recurrence(padding, fixed, delta):
     inputs = inputs if delta else (*inputs[:4], None)
     kept = of_slots((heads, k_dim, v_dim))
     right, after = delta_plainly(step, where, kept, *inputs)
-    for run in (recurrence_reference, launch_delta_rule):
+    for run in (recurrence_reference, launch_delta_rule, partial(launch_delta_rule, short=SHORT)):
         check(lambda own: run(*inputs, own, where), right, kept, after, 1e-4)  # noqa: B023
 
 
