@@ -185,7 +185,11 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--answers", nargs="+", help="only those whose names contain one of these; free text always")
     args = parser.parse_args()
+    for name in list(GRAMMARS):
+        if args.answers and name != "free text" and not any(part in name for part in args.answers):
+            del GRAMMARS[name]
     context = PROMPT + LEAD + 8 * args.steps + 80
     core, _ = build_core(args.shape, args.rows, args.rows * (context + 64), context,
                          drafter=NgramDrafter(args.drafts) if args.drafts else None)
