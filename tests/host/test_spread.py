@@ -89,12 +89,12 @@ def noted(monkeypatch) -> list[tuple[str, list[int], int]]:
     return calls
 
 
-def test_slow_masks_are_made_together_one_of_each_automaton(impatient, made, monkeypatch) -> None:
+def test_slow_masks_are_made_by_automaton_in_one_call(impatient, made, monkeypatch) -> None:
     calls = noted(monkeypatch)
     states = [state for pair in zip(started(made, WORDS, 3), started(made, HEX, 3)) for state in pair]
     maker = MaskMaker(VOCAB, threads=4)
     maker.make(0, 6, [ask(i, state) for i, state in enumerate(states)])
-    assert calls == [("together", [0, 1], 2), ("together", [2, 3], 2), ("together", [4, 5], 2)]
+    assert calls == [("together", [0, 2, 4, 1, 3, 5], 2)]
     assert sorted(map(sorted, maker.slow)) == [[0, 2, 4], [1, 3, 5]]
     maker.close()
 
@@ -107,7 +107,7 @@ def test_slow_masks_are_shared_out_at_once_and_timed_again_later(made, monkeypat
         monkeypatch.setattr(masks_module, "PATIENCE", patience)
         calls.clear()
         mask, _ = maker.make(step, 6, asks)
-        assert sum(how == "alone" for how, _, _ in calls) == one_by_one and len(calls) == (one_by_one or 3)
+        assert sum(how == "alone" for how, _, _ in calls) == one_by_one and len(calls) == (one_by_one or 1)
         for i, state in enumerate(states):
             assert mask.bits[i].tobytes() == state.matcher.compute_bitmask()[: mask.bits[i].nbytes]
     maker.close()
