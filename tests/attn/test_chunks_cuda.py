@@ -59,7 +59,7 @@ def test_any_lengths(seed):
     case = make_case(layer, q, kv, dtype=torch.bfloat16, seed=seed, device="cuda")
     reference = expected(case)
     error = relative_error(attend(case), reference)
-    assert error < 8e-3 and error < 1.2 * relative_error(attend(case, hopper=False), reference)
+    assert error < 8e-3 and error <= 1.2 * relative_error(attend(case, hopper=False), reference)
 
 
 def test_the_same_bits_every_time():
