@@ -249,7 +249,7 @@ class SlotTable:
         room = torch.minimum(limit - 1 - known, self.column(Int.SPECULATION, slots)).clamp_(min=0)
         may = (n_out > 0) & (self.column(Int.DONE, slots) == 0)
         width = torch.where(may, torch.minimum(offer.width, room), 0)
-        offsets = torch.arange(offer.ids.shape[1], device=self.device)
+        offsets = torch.arange(offer.ids.shape[1], device=width.device)
         written = offsets < width[:, None]
         row = torch.where(written, slots[:, None], 0)
         column = torch.where(written, known[:, None] + offsets, 0)

@@ -7,7 +7,8 @@ The scale is made when a token is written, from that token alone. So what a cell
 on chunks or drafts, nothing saturates, and no checkpoint has to bring calibrated scales. It is a power of two, as in
 the formats of OCP Microscaling (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf):
 dividing by it rounds nothing, so every kernel stores the same bits. The largest number of a head lands in [128, 256),
-below e4m3's 448; one of 2^-14 of it or less loses precision.
+below e4m3's 448; one of 2^-14 of it or less loses precision. Only what is within a 32nd of float32's largest number
+comes back as infinity.
 """
 
 from __future__ import annotations

@@ -101,6 +101,8 @@ def save_tiny(folder: Path, name: str, window: int | None = None,
             p.mul_(4 if p.ndim > 1 else 1)
         oracle.lm_head.weight.mul_(sharpness)
     oracle.save_pretrained(folder)
+    if name == "granite_hybrid":  # what transformers goes on from after a prompt differs between its versions
+        oracle.generation_config.use_cache = False
     return oracle
 
 
