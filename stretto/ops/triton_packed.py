@@ -10,6 +10,7 @@ The order of summing an output is the same whatever the rows beside it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -412,12 +413,14 @@ def launch_grouped(x: torch.Tensor, weight: ByGroups, bias: torch.Tensor | None,
     if blocks == 0:
         return out
     kind, alpha, limit = gate_options(gate)
+    together = math.gcd(t.inputs, inputs, layout.group)  # a power of two, for a tile's inputs are one
+    assert layout.bits == 4 or together >= 16, f"{inputs} inputs in groups of {layout.group}"
     parts = max(p for p in range(1, max(1, t.inputs // BLOCK) + 1) if inputs % (p * BLOCK) == 0 or p == 1)
     asm = layout.bits == 4 and x.dtype is torch.bfloat16 and not INTERPRETED
     grouped_kernel[(triton.cdiv(n, t.rows), blocks)](
         x, weight.codes, weight.scales, weight.scales if weight.offsets is None else weight.offsets,
         x if bias is None else bias, bounds, rows_in, rows_out, out, n_experts, n, inputs, x.stride(0), each, alpha,
-        limit, **_shape(weight), BM=t.places, BN=t.rows, BK=min(t.inputs, layout.group), PARTS=parts,
+        limit, **_shape(weight), BM=t.places, BN=t.rows, BK=together, PARTS=parts,
         EXPERTS=triton.next_power_of_2(n_experts), BIAS=bias is not None, GATE=kind,
         ASM=CONVERSION[layout.kind == "fp4"] if asm else "", UPCAST=INTERPRETED and x.dtype is not torch.float32,
         PDL=overlaps(x.device), num_warps=t.warps, num_stages=t.stages, **dependent(x.device))

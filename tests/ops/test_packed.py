@@ -3,6 +3,8 @@ device, beside what they stand for."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -242,8 +244,21 @@ def test_what_stays_packed(layout, sizes, device, fixed, packed):
                                     Layout("int8", 32), Layout("int8", 256), Layout("fp8", 256), Layout("fp8", 128)],
                          ids=name)
 def test_experts_that_stay_packed(layout, dtype):
+    experts_stay_packed(layout, 256, dtype)
+
+
+@pytest.mark.parametrize("inputs", [192, 2880])
+@pytest.mark.parametrize("layout", [Layout("int8", 192, True), Layout("int8", 64), Layout("fp8", 192)], ids=name)
+def test_packed_experts_whose_inputs_no_large_block_divides(layout, inputs):
+    """192 = 768 over 4 ranks; a group of 192 stands for a scale a row."""
+    layout = replace(layout, group=inputs) if layout.group == 192 else layout
+    assert stays_packed(layout, 80, inputs, torch.bfloat16, "cuda", False)
+    experts_stay_packed(layout, inputs, torch.bfloat16, rows=32)
+
+
+def experts_stay_packed(layout, inputs, dtype, rows=80):
     """As the same weights dequantised give; padding, unevenly many tokens, an expert that nobody asks for, biases."""
-    n, rows, inputs, tokens, k = 5, 80, 256, 9, 2
+    n, tokens, k = 5, 9, 2
     weight = made(layout, n * rows, inputs, dtype)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(tokens, inputs, generator=generator).to(DEVICE, dtype)
