@@ -87,22 +87,43 @@ class Words(NamedTuple):
     end: int
 
 
+class BareHead(NamedTuple):
+    """A call's head that models now and then write without the marker before it, on a line of its own. `begin`: how it
+    begins; `whole`: all of it and white space, group 1 the name; `part`: what may become the whole; `goes_on`: what
+    stands behind it in a call, and nothing else does."""
+
+    begin: str
+    whole: re.Pattern[str]
+    part: re.Pattern[str]
+    goes_on: tuple[str, ...]
+
+    def name(self, text: str, final: bool) -> str | None:
+        """Whom a text that starts with `begin` calls; "": it is no call."""
+        found = self.whole.match(text)
+        if found is None:
+            return "" if final or self.part.fullmatch(text) is None else None
+        rest = text[found.end() :]
+        if rest.startswith(self.goes_on):
+            return found[1]
+        return "" if final or not any(mark.startswith(rest) for mark in self.goes_on) else None
+
+
 class CallForm(Protocol):
-    """`begin`: the marker before a call. `alone`: how a head begins that models now and then write without the marker;
-    "": none. `markers`: all of them, which may be special tokens. `bare`: an answer may also begin with a call's head,
-    without a marker."""
+    """`begin`: the marker before a call. `markers`: all of them, which may be special tokens. `opens`: an answer may
+    also begin with a call's head, without the marker. `bare`: a head that any line may begin with, without the marker,
+    where a declared function is called."""
 
     @property
     def begin(self) -> str: ...
 
     @property
-    def alone(self) -> str: ...
-
-    @property
     def markers(self) -> tuple[str, ...]: ...
 
     @property
-    def bare(self) -> bool: ...
+    def opens(self) -> bool: ...
+
+    @property
+    def bare(self) -> BareHead | None: ...
 
     def head(self, text: str, first: bool, final: bool) -> Head | Calls | Words | None:
         """`text` stands behind the marker or, if not `first`, behind a tail that announced another call; `final`: no
@@ -226,7 +247,7 @@ def end_of_call(text: str, final: bool) -> Tail | None:
 
 
 class Hermes:
-    begin, alone, markers, bare = CALL, "", (CALL, END_CALL), False
+    begin, markers, opens, bare = CALL, (CALL, END_CALL), False, None
 
     def head(self, text: str, first: bool, final: bool) -> Head | Calls | Words | None:
         if found := _OBJECT_HEAD.match(text):
@@ -252,7 +273,7 @@ class Hermes:
 
 
 class Llama:
-    begin, alone, markers, bare = PYTHON_TAG, "", (PYTHON_TAG,), True
+    begin, markers, opens, bare = PYTHON_TAG, (PYTHON_TAG,), True, None
 
     def head(self, text: str, first: bool, final: bool) -> Head | Calls | Words | None:
         if found := _OBJECT_HEAD.match(text):
@@ -282,7 +303,7 @@ class Llama:
 class Mistral:
     """`named`: names stand before [ARGS], not in a list of objects. What is written decides how it is read."""
 
-    begin, alone, bare = TOOL_CALLS, "", False
+    begin, opens, bare = TOOL_CALLS, False, None
 
     def __init__(self, named: bool):
         self.named = named

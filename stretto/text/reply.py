@@ -10,6 +10,7 @@ in this module.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -89,23 +90,58 @@ class Words:
         return "" if self._begins else self._space
 
 
+_FENCE = re.compile(r" {0,3}(`{3,}(?=[^`]*$)|~{3,})")  # before and behind a block of code, as CommonMark has it
+_LOOKED_AT = 200  # characters of a line, which may be as long as an answer
+
+
+class Lines:
+    """Where words stand: at the beginning of a line, or within a block of code."""
+
+    def __init__(self) -> None:
+        self._line, self._fence = "", ""  # its beginning; of the block that is open
+
+    def add(self, text: str) -> None:
+        *whole, last = text.split("\n")
+        for line in whole:
+            self._end((self._line + line)[:_LOOKED_AT])
+            self._line = ""
+        self._line = (self._line + last)[:_LOOKED_AT]
+
+    def begin(self) -> None:
+        """Another line begins, whatever stood before it."""
+        self._line = ""
+
+    def may_call(self) -> bool:
+        """A line of prose begins here."""
+        return not self._fence and not self._line.strip()
+
+    def _end(self, line: str) -> None:
+        if self._fence:
+            rest = line.strip()
+            if rest.startswith(self._fence) and not rest.strip(self._fence[0]):
+                self._fence = ""
+        elif found := _FENCE.match(line):
+            self._fence = found[1]
+
+
 class MarkedReply:
     """`thinking`: the prompt has opened the reasoning. `reasoning`: an answer may begin with reasoning. `form`: how its
-    calls are written; None: it has none. `schemas`: of the functions' arguments, by name. `held`: a grammar holds the
-    calls to their form, so that none begins without its marker."""
+    calls are written; None: it has none. `schemas`: of the functions' arguments, by name: those that may be called
+    without a marker. `held`: a grammar holds the calls to their form, so that none begins without its marker."""
 
     def __init__(self, *, thinking: bool = False, reasoning: bool = False, form: CallForm | None = None,
                  schemas: Mapping[str, Any] | None = None, held: bool = False):
         self.calls = 0
         self._form, self._schemas = form, schemas or {}
-        self._begins = () if form is None else (form.begin, form.alone) if form.alone and not held else (form.begin,)
+        self._bare = None if form is None or held else form.bare
+        self._begins = () if form is None else (form.begin,) if self._bare is None else (form.begin, self._bare.begin)
         self._buffer = ""  # not looked at, or not decided
-        self._thought, self._words = Words(True), Words(thinking)
+        self._thought, self._words, self._lines = Words(True), Words(thinking), Lines()
         self._parts: list[Part] = []
         self._marker, self._first = "", True  # before the head that is being read
         self._reader: Arguments | None = None  # of the call that is being read
         self._tail: ReadTail | None = None
-        self._answer = self._bare_call if form is not None and form.bare else self._content
+        self._answer = self._first_call if form is not None and form.opens else self._content
         self._step: Callable[[bool], bool] = (self._reasoning if thinking else self._opening if reasoning
                                               else self._answer)
 
@@ -143,7 +179,7 @@ class MarkedReply:
             self._mark(self._answer)
         return bool(mark)
 
-    def _bare_call(self, final: bool) -> bool:
+    def _first_call(self, final: bool) -> bool:
         said = self._buffer.lstrip()
         if not said and not final:
             return False
@@ -157,12 +193,27 @@ class MarkedReply:
             return False
         before, mark = self._until(self._begins, final)
         self._say(Content, before)
-        if mark:
+        if mark == self._form.begin:
             self._marker, self._first = mark, True
-            if mark == self._form.alone:  # it belongs to the head
-                self._marker, self._buffer = "", mark + self._buffer
             self._mark(self._call_head)
+        elif mark:
+            self._buffer, self._step = mark + self._buffer, self._bare_head
         return bool(mark)
+
+    def _bare_head(self, final: bool) -> bool:
+        """Prose may name a tag: only what nothing but a call can be is one."""
+        assert self._bare is not None
+        name = self._bare.name(self._buffer, final) if self._lines.may_call() else ""
+        if name is None:
+            return False
+        if name in self._schemas:
+            self._marker, self._first = "", True
+            self._mark(self._call_head)
+        else:
+            said = len(self._bare.begin)
+            self._say(Content, self._buffer[:said])
+            self._buffer, self._step = self._buffer[said:], self._content
+        return True
 
     def _call_head(self, final: bool) -> bool:
         assert self._form is not None
@@ -220,12 +271,15 @@ class MarkedReply:
 
     def _say(self, kind: type[Reasoning] | type[Content], text: str) -> None:
         words = self._words if kind is Content else self._thought
+        if kind is Content:
+            self._lines.add(text)
         if told := words.add(text):
             self._parts.append(kind(told))
 
     def _mark(self, step: Callable[[bool], bool]) -> None:
         """A marker has been read."""
         self._words.mark()
+        self._lines.begin()
         self._step = step
 
     def _begin(self, name: str) -> None:

@@ -109,16 +109,14 @@ def _first(text: str, at: int, marks: Sequence[str]) -> tuple[int, str] | None:
 
 # ------------------------------------------------------------------------------------------------------------- forms
 class TagForm:
-    begin, bare = CALL, False
+    begin, opens = CALL, False
 
     def __init__(self, tags: Tags):
-        self.tags, self.markers, self.alone = tags, (CALL, END_CALL, *tags.markers), tags.alone
+        self.tags, self.markers, self.bare = tags, (CALL, END_CALL, *tags.markers), tags.bare
 
     def head(self, text: str, first: bool, final: bool) -> Head | Calls | Words | None:
         if found := self.tags.head.match(text):
             return Head(found.end(), found[1], self._tail, partial(TagArguments, self.tags))
-        if self.tags.no_head and (words := self.tags.no_head.match(text)):
-            return Words(words.end() - 1)
         end = text.find(END_CALL)
         if end >= 0:
             return Words(end + len(END_CALL))

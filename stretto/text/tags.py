@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from stretto.text.call_forms import END_CALL
+from stretto.text.call_forms import END_CALL, BareHead
 
 Types = tuple[str, ...]  # as JSON schema names them; (): not known
 _TYPE_OF = {bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"}
@@ -20,17 +20,15 @@ _DEPTH = 8  # references that are followed
 
 
 class Tags(NamedTuple):
-    """`head`: a call's name. `no_head`: what begins like one and is none. `alone`: how a head begins that models now
-    and then write without CALL before it. `key`: what stands before a value; `begin`: how that begins. `ends`: any of
-    what may stand behind one. `stop`: what stands behind all of them, or else `END_CALL`. `breaks`: a line break at a
-    value's beginning is none of it.
+    """`head`: a call's name. `bare`: one without CALL before it. `key`: what stands before a value; `begin`: how that
+    begins. `ends`: any of what may stand behind one. `stop`: what stands behind all of them, or else `END_CALL`.
+    `breaks`: a line break at a value's beginning is none of it.
 
     As they are written, {} for a name: `function` before the values, `before` and `after` a value, `close` behind all
     of them. `markers`: what of it a vocabulary may have as one token."""
 
     head: re.Pattern[str]
-    no_head: re.Pattern[str] | None
-    alone: str
+    bare: BareHead | None
     key: re.Pattern[str]
     begin: str
     ends: tuple[str, ...]
@@ -44,12 +42,14 @@ class Tags(NamedTuple):
 
 
 FUNCTION = Tags(  # Qwen 3 Coder, Qwen 3.5
-    re.compile(r"\s*<function=([^<>\n]+)>"), re.compile(r"\s*<function=(?:[^<>\n]+[<\n]|[<>\n])"), "<function=",
+    re.compile(r"\s*<function=([^<>\n]+)>"),
+    BareHead("<function=", re.compile(r"<function=([^<>\n]+)>\s*"), re.compile(r"<function=[^<>\n]*"),
+             ("<parameter=", "</function>")),
     re.compile(r"<parameter=([^<>\n]+)>"), "<parameter=",
     ("\n</parameter>", "</parameter>", "\n</function>\n</tool_call>", "</function>\n</tool_call>"), "</function>", True,
     "\n<function={}>\n", ("<parameter=", "{}", ">\n"), "\n</parameter>", "</function>\n")
 ARGUMENT = Tags(  # GLM 4.5 and later
-    re.compile(r"\s*([\w.:/-]+)\s*(?=<arg_key>|</tool_call>)"), None, "",
+    re.compile(r"\s*([\w.:/-]+)\s*(?=<arg_key>|</tool_call>)"), None,
     re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>"), "<arg_key>", ("</arg_value>",), END_CALL, False,
     "{}\n", ("<arg_key>", "{}", "</arg_key>", "\n", "<arg_value>"), "</arg_value>", "",
     ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))

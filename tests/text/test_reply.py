@@ -229,9 +229,6 @@ def test_case_15_01_a_call_between_tags_that_is_cut_anywhere(options: dict, text
     (TAGGED, '<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
     (TAGGED, "<tool_call>\n<function=f", "<tool_call>\n<function=f", []),
     (TAGGED, tagged("f", s="</function> </tool_call>"), "", [["f", '{"s": "</function> </tool_call>"}']]),
-    (TAGGED, "So: " + tagged("f", n="3").removeprefix("<tool_call>\n") + " done", "So: done", [["f", '{"n": 3}']]),
-    (TAGGED, "A <function= or <function=\n, <function=f <b> <", "A <function= or <function=\n, <function=f <b> <", []),
-    (TAGGED | {"held": True}, "So: <function=f></function>", "So: <function=f></function>", []),
     (PAIRED, "<tool_call>f<arg_key>s</arg_key><arg_value>\nab</arg_value></tool_call>", "", [["f", '{"s": "\\nab"}']]),
     (PAIRED, "<tool_call>f(x) </tool_call>", "<tool_call>f(x) </tool_call>", []),
     (PAIRED, "<tool_call>f\n<arg_key>s</arg_key></tool_call>", "", [["f", "{}"]]),
@@ -241,6 +238,38 @@ def test_calls_between_tags_that_are_not_as_they_should_be(options: dict, text: 
     for pieces in ([text], list(text)):
         got = read(pieces, **options)
         assert (got["content"], got["calls"]) == (content, calls)
+
+
+BARE = tagged("f", n="3").removeprefix("<tool_call>\n")
+FENCED = f"Look:\n~~~ xml\n```\n{BARE}\n~~~\n"
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), [
+    (BARE, "", ["f"]), (f"So:\n  {BARE} done", "So:\n  done", ["f"]),
+    (tagged("g") + "<function=f></function>", "", ["g", "f"]), (f"```\nx\n```\n{BARE}", "```\nx\n```", ["f"]),
+    ("<function=f>\n<parameter=", "", ["f"]), (f"<think>\n{BARE}</think>{BARE}", "", ["f"]),
+    (f"~~~{'x' * 300}\n~~~\n{BARE}", f"~~~{'x' * 300}\n~~~", ["f"]),
+    (f"`` ```x``` ``\n```a`\n{BARE}", "`` ```x``` ``\n```a`", ["f"]), (FENCED + BARE, FENCED.rstrip(), ["f"]),
+])
+def test_calls_whose_marker_was_left_out(text: str, content: str, calls: list[str]):
+    for pieces in ([text], list(text)):
+        got = read(pieces, **TAGGED, reasoning=True)
+        assert (got["content"], [name for name, _ in got["calls"]]) == (content, calls)
+
+
+@pytest.mark.parametrize("text", [
+    "In XML you write `<function=main>` and then go on. More text.", "You write\n<function=f>\nand go on. More.\n",
+    f"So: {BARE}", BARE.replace("=f>", "=main>"), FENCED, f"````\n```\n{BARE}\n", "A\n<function=f", "A\n<function=f> ",
+    "A\n<function=f>\n<parameter", "<function=f></tool_call>", "A <function= or\n<function=\n, <function=f <b> <",
+    "<function=f\n><parameter=n>", "<function=<function=f></function>"])
+def test_prose_that_names_a_tag_stays_prose(text: str):
+    for pieces in ([text], list(text)):
+        assert read(pieces, **TAGGED) == {"reasoning": "", "content": text, "calls": []}
+    assert read([text], **TAGGED, held=True)["content"] == text
+
+
+def test_under_a_grammar_no_call_begins_without_its_marker():
+    assert read([BARE], **TAGGED, held=True) == {"reasoning": "", "content": BARE, "calls": []}
 
 
 @pytest.mark.parametrize(("schema", "types"), [
@@ -264,7 +293,7 @@ def test_values_of_types():
 
 TAG_PIECES = ("<tool_call>", "</tool_call>", "<function=f>", "<function=", "<parameter=s>", "<parameter=n>", "\n", "3",
               "</parameter>", "ab", '"', "</function>", "f", "<arg_key>", "s", "</arg_key>", "<arg_value>", "<", "{}",
-              "</arg_value>", "</para", "n", " ", "<think>", "</think>")
+              "</arg_value>", "</para", "n", " ", "<think>", "</think>", "\n```\n", "\n<function=f>\n<parameter=")
 
 
 @settings(max_examples=400, deadline=None)
