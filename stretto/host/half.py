@@ -83,7 +83,7 @@ class HostHalf:
             return
         if request.rid in self._live or self.sessions.waits(request.rid):
             raise RequestError(f"request {request.rid!r} is live already", param="rid")
-        turn = self._intake.turn(request, request.tokens)
+        turn = self._intake.turn(request, request.tokens, self._intake.serial())
         turn.usage.prompt_tokens = turn.job.prompt
         self.counters.requests += 1
         self._live.add(turn)

@@ -26,11 +26,16 @@ class Intake:
         self.compiling: list[Turn] = []
         self._serials = count()
 
-    def turn(self, request: Request, tokens: list[int], scores_from: int = 0, capacity: int | None = None) -> Turn:
+    def serial(self) -> int:
+        """A request's place in the order in which they came."""
+        return next(self._serials)
+
+    def turn(self, request: Request, tokens: list[int], serial: int, scores_from: int = 0,
+             capacity: int | None = None) -> Turn:
         """The first choice of a request on `tokens` (the request's own, after a session's history of at most
         `capacity` ids).
 
-        Raises RequestError where it can never run."""
+        Raises RequestError where it can never run; no seed is drawn for it then."""
         limits, sampling, prompt = self._limits, request.sampling, len(tokens)
         if not 1 <= prompt < limits.max_model_len:
             raise RequestError(f"the prompt has {prompt} tokens; it must have 1..{limits.max_model_len - 1}",
@@ -55,11 +60,12 @@ class Intake:
         scored = sampling.prompt_logprobs is not None
         lookahead = limits.lookahead if width and goal == Goal.GENERATE else 0
         adapter = 0 if request.adapter is None else limits.adapter(request.adapter).number
-        job = Job(request, 0, (request.priority, next(self._serials), 0), goal, prompt, limit, width, lookahead,
+        grammar = self._grammar(sampling) if goal == Goal.GENERATE else None
+        job = Job(request, 0, (request.priority, serial, 0), goal, prompt, limit, width, lookahead,
                   self._seed(sampling), self._stop_ids(sampling), scores_from if scored else NEVER, adapter,
                   limit < asked)
         turn = Turn(job, list(tokens), self._stream(request), scores=[] if scored else None, unforked=sampling.n - 1,
-                    grammar=self._grammar(sampling) if goal == Goal.GENERATE else None)
+                    grammar=grammar)
         if not turn.ready:
             self.compiling.append(turn)
         return turn

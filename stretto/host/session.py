@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import log2
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -45,6 +45,19 @@ MOST_WORTH = 8.0  # of a session, where 1 is one that shares nothing
 MAX_GONE = 1 << 16  # ids remembered of sessions that expired or made room, so that no client starts anew unknowingly
 
 
+class Waiting(NamedTuple):
+    """A turn behind the live one, and its place among all requests, which it has from the time when it came."""
+
+    request: Request
+    serial: int
+
+
+class Made(NamedTuple):
+    turn: Turn
+    past: Past | None  # what it follows
+    kept: int  # ids of its prompt that are history
+
+
 @dataclass(eq=False, slots=True)
 class Session:
     sid: str
@@ -59,7 +72,7 @@ class Session:
     proved: int = 0  # ids of the history whose KV was computed, whether or not it is still held
     turn: Turn | None = None
     base: tuple[Past | None, int] = (None, 0)  # of the live turn: what it follows, and how many ids of it
-    waiting: deque[Request] = field(default_factory=deque)
+    waiting: deque[Waiting] = field(default_factory=deque)
     closing: bool = False
     keeps: bool = False  # its history is here alone: some turn was appended
     turns: int = 0
@@ -72,7 +85,7 @@ class Session:
 
     @property
     def queued(self) -> Request | None:
-        return self.waiting[0] if self.waiting else None
+        return self.waiting[0].request if self.waiting else None
 
 
 class Sessions:
@@ -227,7 +240,7 @@ class Sessions:
         """Ids of the requests that wait behind the live turn, last first, then of the live one."""
         session = self._open[sid]
         live = [session.turn.job.request.rid] if session.turn is not None else []
-        return [request.rid for request in reversed(session.waiting)] + live
+        return [one.request.rid for one in reversed(session.waiting)] + live
 
     # --------------------------------------------------------------------------------------------- from the engine
     def waits(self, rid: str) -> bool:
@@ -272,9 +285,8 @@ class Sessions:
         assert session is not None and lease is not None
         self._commit(session, turn, FINISHED)
         session.proved = lease.lo
-        following = session.queued
-        in_place = following is not None and self._continue_in_place(session, turn, following, exact)
-        if in_place:
+        following = self._made_in_place(session, exact)
+        if following is not None and self._continue_in_place(session, turn, following, exact):
             return []
         slot = turn.slot
         self._slots.leave(turn, returns=True, exact=exact)
@@ -283,7 +295,7 @@ class Sessions:
         if not lease.lo:  # it holds nothing from where it could go on
             session.home, lease = self._ledger.give_up(lease, session.tokens), None
         self._park(session, lease)
-        return self._next(session)
+        return self._next(session, following)
 
     def finished_without_pages(self, turn: Turn) -> list[Output]:
         """The pool holds no more of a turn, whose lease is gone."""
@@ -328,7 +340,7 @@ class Sessions:
         session = self._waiting.pop(rid, None)
         if session is None:
             return False
-        session.waiting = deque(request for request in session.waiting if request.rid != rid)
+        session.waiting = deque(one for one in session.waiting if one.request.rid != rid)
         return True
 
     # ------------------------------------------------------------------------------------------------ turns begin
@@ -358,7 +370,7 @@ class Sessions:
             raise RequestError(f"session {session.sid!r} is closing and takes no more turns", param="session_id",
                                code="session_closing")
         if session.turn is None:
-            self._start(session, request)
+            self._start(session, self._make(session, Waiting(request, self._intake.serial())))
         else:
             self._wait(session, request, order)
         session.closing |= order.final
@@ -371,21 +383,21 @@ class Sessions:
             raise RequestError(f"session {session.sid!r} has a live turn and {len(session.waiting)} that wait (the"
                                f" limit is {self._limits.session_queue}): send this one when they have ended, or abort"
                                " them", param="session_id", code="session_busy")
-        session.waiting.append(request)
+        session.waiting.append(Waiting(request, self._intake.serial()))
         self._waiting[request.rid] = session
 
-    def _make(self, session: Session, request: Request) -> tuple[Turn, Past | None, int]:
-        """(turn, what it follows, ids of its prompt that are history). Changes nothing; raises RequestError."""
-        order = request.session
+    def _make(self, session: Session, following: Waiting) -> Made:
+        """To be called once for each turn. Raises RequestError, and has changed nothing then."""
+        request, order = following.request, following.request.session
         assert order is not None
         past, tokens, kept = session.history.prompt_of(order, request.tokens)
         scored = 0 if order.mode == "tag" else kept  # what the client did not send is not scored for it
-        turn = self._intake.turn(request, tokens, scores_from=scored, capacity=session.capacity)
+        turn = self._intake.turn(request, tokens, following.serial, scores_from=scored, capacity=session.capacity)
         turn.session = session
-        return turn, past, kept
+        return Made(turn, past, kept)
 
-    def _start(self, session: Session, request: Request) -> None:
-        turn, past, kept = self._make(session, request)
+    def _start(self, session: Session, made: Made) -> None:
+        turn, past, kept = made
         shared = _shared(session, turn, kept)
         turn.begins = (session.tokens, shared)
         turn.expected = min(session.proved, shared, turn.adoptable)
@@ -399,24 +411,28 @@ class Sessions:
         self._enter(session, turn, past, kept)
         self._queue.push(turn)
 
-    def _continue_in_place(self, session: Session, old: Turn, request: Request, exact: bool) -> bool:
+    def _made_in_place(self, session: Session, exact: bool) -> Made | None:
+        """The turn that waits, if it may take over the slot of the one that has ended."""
+        if not session.waiting or (self._ledger.has_states and not exact):
+            return None  # with states, the slot's is where the device went on to
+        request, serial = session.waiting[0]
+        first = self._queue.first(())
+        if first is not None and first.job.rank < (request.priority, serial, 0):
+            return None  # slot and pages are theirs who came before
+        try:
+            return self._make(session, session.waiting[0])
+        except RequestError:
+            return None  # told by `_next`
+
+    def _continue_in_place(self, session: Session, old: Turn, made: Made, exact: bool) -> bool:
         """The next turn takes over slot and pages, where it only adds to the history. What is in flight for the old
         epoch is ignored on both sides."""
-        lease = old.lease
+        lease, n = old.lease, len(old.tokens)
+        new, past, kept = made
         assert lease is not None
-        if self._ledger.has_states and not exact:
-            return False  # its slot's state is where the device went on to
-        try:
-            new, past, kept = self._make(session, request)
-        except RequestError:
-            return False  # told by `_next`
-        n = len(old.tokens)
         if _shared(session, new, kept) < n or not lease.lo <= new.adoptable or not new.ready:
             return False
-        first = self._queue.first(())
-        if first is not None and first.job.rank < new.job.rank:
-            return False  # the slot is theirs who came before
-        del self._waiting[session.waiting.popleft().rid]
+        del self._waiting[session.waiting.popleft().request.rid]
         new.expected = lease.lo
         self._ops.map(old.slot, self._ledger.publish(lease, old.tokens))
         self._ops.map(old.slot, self._ledger.slide(lease))
@@ -487,14 +503,16 @@ class Sessions:
         session.rank = self._floor + min(worth, MOST_WORTH), next(self._clock)
         self._idle[session] = None
 
-    def _next(self, session: Session) -> list[Output]:
-        """Starts the first turn that waits and can run; those that cannot are told. A closing session goes."""
+    def _next(self, session: Session, made: Made | None = None) -> list[Output]:
+        """Starts the first turn that waits and can run, which may be made already; those that cannot are told. A
+        closing session goes."""
         outputs: list[Output] = []
         while session.turn is None and session.waiting:
-            request = session.waiting.popleft()
+            following = session.waiting.popleft()
+            request = following.request
             del self._waiting[request.rid]
             try:
-                self._start(session, request)
+                self._start(session, made or self._make(session, following))
             except RequestError as error:
                 outputs.append(Output(request.rid, 0, [], "", ERROR, error=str(error),
                                       error_code=error.code or "invalid_request", error_param=error.param))

@@ -179,20 +179,59 @@ def test_refusals():
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_session_with_a_turn_always_waiting_keeps_nobody_out(depth: int):
-    """Its next turn goes on in place where nobody waits for a slot; else they run in the order in which they came."""
+@pytest.mark.parametrize("came_before", [1, 2], ids="{}-came-before".format)
+def test_a_session_with_a_turn_always_waiting_keeps_nobody_out(depth: int, came_before: int):
+    """Turns of sessions and other requests run in the order in which they came; those that came before go on in
+    place, whoever has come since."""
     h = Harness(plain_world(max_slots=2, depth=depth), 0)
     sid = opened(h, "s")
     session_turn(h, sid, prompt_of(4), max_tokens=8)
-    waiting(h, sid, prompt_of(2), "w0")
+    for n in range(came_before):
+        waiting(h, sid, prompt_of(2), f"w{n}")
     other = submit(h, prompt_of(30, 1), max_tokens=20)
-    for n in range(1, 200):
+    for n in range(came_before, 200):
+        if len(h.waiting_turns) < came_before:
+            waiting(h, sid, prompt_of(2, n), f"w{n}")
+        h.step()
+        if h.clients[other, 0].finish:
+            break
+    assert h.clients[other, 0].finish
+    assert counters(h).in_place_turns == came_before and counters(h).session_turns <= came_before + 2
+    run_dry(h)
+    h.half.sessions.close(sid)
+    h.finish()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_session_with_a_turn_always_waiting_keeps_no_pages_from_those_who_came_before(depth: int):
+    """A slot is free; what the other request waits for is memory that the session has."""
+    h = Harness(plain_world(max_slots=3, depth=depth, pages=(33,)), 0)
+    sid = opened(h, "s")
+    session_turn(h, sid, prompt_of(40), max_tokens=8)
+    waiting(h, sid, prompt_of(2), "w0")
+    other = submit(h, prompt_of(90, 1), max_tokens=5)
+    for n in range(1, 60):
         if not h.waiting_turns:
             waiting(h, sid, prompt_of(2, n), f"w{n}")
         h.step()
         if h.clients[other, 0].finish:
             break
-    assert h.clients[other, 0].finish and counters(h).session_turns <= 3
+    assert h.clients[other, 0].finish and counters(h).in_place_turns == 1
     run_dry(h)
+    h.half.sessions.close(sid)
+    h.finish()
+
+
+def test_a_turn_that_waited_is_made_once():
+    """One that gives way has drawn no seed until it runs."""
+    h = Harness(plain_world(max_slots=2), 0)
+    made = []
+    make, h.half._intake.turn = h.half._intake.turn, lambda *a, **k: made.append(a[0].rid) or make(*a, **k)
+    sid = opened(h, "s")
+    session_turn(h, sid, prompt_of(4), max_tokens=8)
+    other = submit(h, prompt_of(30, 1), max_tokens=20)
+    waiting(h, sid, prompt_of(2), "w")
+    run_dry(h)
+    assert made == ["t1", other, "w"] and counters(h).in_place_turns == 0
     h.half.sessions.close(sid)
     h.finish()
