@@ -112,9 +112,10 @@ def test_ranks_copy_their_part_of_a_page_to_host_memory_and_back(tmp_path: Path)
 
 
 @pytest.mark.full
-def test_deterministic_answers_over_ranks_do_not_depend_on_the_batch(tmp_path: Path):
+@pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("granite_hybrid", {"mamba_n_groups": 1})])
+def test_deterministic_answers_over_ranks_do_not_depend_on_the_batch(tmp_path: Path, family: str, changes: dict):
     """Bit for bit, log-probabilities included, in bfloat16."""
-    save_tiny(tmp_path, "qwen3", sharpness=1)
+    save_tiny(tmp_path, family, sharpness=1, **changes)
     Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
     sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=TOKENS, logprobs=3, ignore_eos=True)
     with LLM(str(tmp_path), tensor_parallel_size=2, deterministic=True, dtype="bfloat16", kv_tokens=2048,

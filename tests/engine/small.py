@@ -90,11 +90,13 @@ def family(name: str, window: int | None) -> tuple[type, transformers.Pretrained
 
 
 def save_tiny(folder: Path, name: str, window: int | None = None,
-              sharpness: float = 20) -> transformers.PreTrainedModel:
+              sharpness: float = 20, **changes: object) -> transformers.PreTrainedModel:
     """Saves a random model and returns transformers' own, the oracle. At the usual sharpness the best logit leads
-    clearly, so that greedy text is decided; at 1 the logits spread by about 4, so that sampling has a choice."""
+    clearly, so that greedy text is decided; at 1 the logits spread by about 4, so that sampling has a choice.
+    `changes`: of its config."""
     torch.manual_seed(5)
     cls, config = family(name, window)
+    config.update(changes)
     oracle = cls(config).eval()
     with torch.no_grad():
         for p in oracle.parameters():

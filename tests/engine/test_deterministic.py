@@ -15,7 +15,9 @@ from stretto.compat import ConfigError
 from stretto.config import Config, ModelSection, SpeculationSection
 from stretto.engine.core import EngineCore
 from stretto.engine.prepare import prepare
+from stretto.model.families.granite_hybrid import Mamba2
 from stretto.model.load import load_model
+from stretto.model.shard import Shard
 from stretto.params import SamplingParams
 from stretto.protocol import Request
 from stretto.spec.scripted import ScriptedDrafter
@@ -178,6 +180,22 @@ def test_with_several_threads(subjects, threads: int) -> None:
     try:
         for family in (("qwen3", 16, "float32"), ("llama", None, "bfloat16")):
             assert not subjects(*family).differing(CROWDED, 0.6)[0]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_norm_of_all_ranks_does_not_know_its_batch(tmp_path) -> None:
+    """Granite 4 whose heads share one group: features enough that threads would share a row that is alone."""
+    save_tiny(tmp_path, "granite_hybrid", mamba_n_groups=1)
+    model = load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"), fixed=True, shard=Shard(0, 2))
+    mixer = next(module for layer in model.decoder if isinstance(module := layer.attn, Mamba2))
+    assert mixer._norm_over_ranks
+    mixer.norm = torch.ones(40_000)
+    rows = torch.randn(7, 40_000, generator=torch.Generator().manual_seed(1))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(mixer._normed(rows), torch.cat([mixer._normed(row) for row in rows.split(1)]))
     finally:
         torch.set_num_threads(before)
 

@@ -120,13 +120,19 @@ class Mamba2:
     def _normed(self, out: torch.Tensor) -> torch.Tensor:
         """RMSNorm of each group's features; one group's may lie on all ranks."""
         if self._norm_over_ranks:
-            squares = self._shard.sum(out.square().sum(-1, keepdim=True))
-            return out * (squares / self.sizes.total + self.eps).rsqrt() * self.norm.float()
+            return self._rows(self._scaled, out, self._shard.sum(self._rows(_squares, out))) * self.norm.float()
         parts = out.unflatten(1, (self.sizes.groups, -1))
         return self._rows(self._unit, parts).flatten(1) * self.norm.float()
 
+    def _scaled(self, out: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+        return out * (squares / self.sizes.total + self.eps).rsqrt()
+
     def _unit(self, parts: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(parts, parts.shape[2:], None, self.eps)
+
+
+def _squares(out: torch.Tensor) -> torch.Tensor:
+    return out.square().sum(-1, keepdim=True)
 
 
 def _number(limit: float | dict) -> float:
