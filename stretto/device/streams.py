@@ -88,6 +88,11 @@ class LocalDevice(DeviceHalf, Protocol):
         """Whether `collect` would return, or raise, at once."""
         ...
 
+    def worked(self) -> float:
+        """Seconds that the processor worked on all steps collected so far, on the thread that runs them: what serial
+        work takes in full, of what several threads share its part. 0 where another device does the work."""
+        ...
+
 
 def _runs(plan: PackedPlan[np.ndarray]) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
     """Page operations of one kind that stand together, as (group, source, target)."""
@@ -178,8 +183,10 @@ class InlineDevice:
         self.results: deque[np.ndarray] = deque()
         self.half: HalfStep | None = None
         self.moves = CpuMoves(runner.pages) if runner.pages.host is not None else None
+        self._worked = 0.0
 
     def launch(self, packed: np.ndarray) -> None:
+        began = time.thread_time()
         if self.moves is not None:
             self.moves.before(packed)
         output = self.runner.begin(packed)
@@ -187,11 +194,14 @@ class InlineDevice:
             self.half = output
         else:
             self._keep(output)
+        self._worked += time.thread_time() - began
 
     def mask(self, packed: np.ndarray) -> None:
         assert self.half is not None, "no plan waits for a mask"
+        began = time.thread_time()
         half, self.half = self.half, None
         self._keep(self.runner.end(half, packed))
+        self._worked += time.thread_time() - began
 
     def _keep(self, output: StepOutput) -> None:
         result = output.packed(output.body.cpu().numpy())
@@ -202,6 +212,9 @@ class InlineDevice:
 
     def ready(self) -> bool:
         return bool(self.results)
+
+    def worked(self) -> float:
+        return self._worked
 
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
         """Nothing: there are no graphs on a CPU."""
@@ -226,19 +239,25 @@ class _CpuSteps:
         self.runner = runner
         self.plans: queue.SimpleQueue[np.ndarray | Callable[[], None] | None] = queue.SimpleQueue()
         self.masks: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
-        self.results: queue.SimpleQueue[np.ndarray | BaseException] = queue.SimpleQueue()
+        self.results: queue.SimpleQueue[tuple[np.ndarray | BaseException, float]] = queue.SimpleQueue()
         self.moves = CpuMoves(runner.pages) if runner.pages.host is not None else None
 
     def run(self, threads: int) -> None:
         torch.set_num_threads(threads)  # a new thread starts with its own count
+        worked = 0.0
         while (packed := self.plans.get()) is not None:
             if callable(packed):
                 packed()
                 continue
+            result: np.ndarray | BaseException
+            began = time.thread_time()
             try:
-                self.results.put(self._step(packed))
+                result = self._step(packed)
             except BaseException as e:  # handed to the caller, who waits for this result
-                self.results.put(e)
+                result = e
+            worked += time.thread_time() - began
+            self.results.put((result, worked))
+            del result  # an exception would hold the frames of the step that raised it
 
     def _step(self, packed: np.ndarray) -> np.ndarray:
         if self.moves is not None:
@@ -261,6 +280,7 @@ class ThreadDevice:
     def __init__(self, runner: Runner):
         self._steps = steps = _CpuSteps(runner)
         self.runner, self.moves = runner, steps.moves
+        self._worked = 0.0  # as of the result that was collected last, not of what has run since
         thread = threading.Thread(target=steps.run, args=(torch.get_num_threads(),), name="stretto-device", daemon=True)
         thread.start()
         self._end = weakref.finalize(self, _end_steps, steps, thread)
@@ -274,8 +294,11 @@ class ThreadDevice:
     def ready(self) -> bool:
         return not self._steps.results.empty()
 
+    def worked(self) -> float:
+        return self._worked
+
     def collect(self) -> np.ndarray:
-        result = self._steps.results.get()
+        result, self._worked = self._steps.results.get()
         if isinstance(result, BaseException):
             raise result
         return result
@@ -369,6 +392,9 @@ class CudaDevice:
 
     def ready(self) -> bool:
         return bool(self.in_flight) and self.in_flight[0][3].query()
+
+    def worked(self) -> float:
+        return 0.0
 
     def collect(self) -> np.ndarray:
         output, on_host, _, done = self.in_flight.popleft()

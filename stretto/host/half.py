@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -220,7 +219,7 @@ class HostHalf:
         seconds = self._clock.ended(result.seq)
         outputs = self.take_outputs() + self.results.process(result)
         if self.limits.elastic is not None:
-            told = result.seconds if self.limits.step_clock is time.monotonic else 0.0
+            told = 0.0 if self.limits.step_work else result.seconds
             self.limits.elastic.ran(result, max(seconds, told))
         self._check()
         return outputs

@@ -56,6 +56,7 @@ class HostLimits:
     session_queue: int = 8  # turns that may wait behind a session's live one
     clock: Callable[[], float] = time.monotonic  # of idle sessions
     step_clock: Callable[[], float] = time.monotonic  # by which `elastic` knows what steps cost
+    step_work: bool = False  # it tells seconds of work; False: of the clock, as results tell them too
 
     def __post_init__(self) -> None:
         self._check_positive()

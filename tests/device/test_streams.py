@@ -1,4 +1,4 @@
-"""The thread that runs a CPU's steps ends with whoever has it."""
+"""The thread that runs a CPU's steps: it ends with whoever has it, and how long it worked is known."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from stretto.device.runner import HalfStep
-from stretto.device.streams import ThreadDevice
+from stretto.device.streams import InlineDevice, ThreadDevice
 
 LEFT = """
 import sys
@@ -51,3 +53,32 @@ def test_a_device_that_nobody_has_any_more_ends_its_thread() -> None:
     del device, runner, weights
     gc.collect()
     assert threading.active_count() == before and kept() is None
+
+
+@pytest.mark.parametrize("device", [InlineDevice, ThreadDevice])
+def test_what_a_step_worked_is_what_its_thread_did(device: type[InlineDevice | ThreadDevice]) -> None:
+    """Serial work counts in full however many threads there are; waiting, other threads and other steps do not."""
+
+    def begin(packed: np.ndarray) -> SimpleNamespace:
+        until = time.thread_time() + float(packed[0])
+        while time.thread_time() < until:
+            pass
+        time.sleep(0.05)
+        return SimpleNamespace(body=torch.zeros(1), packed=lambda numbers: numbers)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        steps = device(SimpleNamespace(pages=SimpleNamespace(host=None), begin=begin))
+    finally:
+        torch.set_num_threads(threads)
+    worked = [steps.worked()]
+    steps.launch(np.asarray([0.06]))
+    steps.launch(np.asarray([0.03]))
+    for _ in range(2):
+        steps.collect()
+        worked.append(steps.worked())
+    steps.close()
+    if device is ThreadDevice:  # each step for itself, whenever its result is collected
+        assert worked[1] - worked[0] == pytest.approx(0.06, abs=0.015)
+    assert worked[2] - worked[0] == pytest.approx(0.09, abs=0.02)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import itertools
 import math
 import random
 from pathlib import Path
@@ -11,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from stretto.host import half as half_module
+from stretto.host.cost import CostModel, StepWork
+from stretto.host.elastic import Elastic
 from stretto.host.faults import HostFault
 from stretto.host.half import HostHalf
 from stretto.host.limits import HostLimits
 from stretto.params import SamplingParams
 from stretto.protocol import Request, RequestError
-from stretto.wire import HEADER, NEVER, Goal, Int, Real, Seam, pack_plan, split_plan
+from stretto.wire import HEADER, NEVER, Goal, Int, Real, RowResult, Seam, StepResult, pack_plan, split_plan
 from tests.host.harness import Harness, PieceStream, make_world, plain_world
 
 HOST = Path(half_module.__file__).parent
@@ -118,6 +121,21 @@ def test_what_can_never_run_is_refused(tokens, sampling, says):
 
 
 # ------------------------------------------------------------------------------------------------------------ numbers
+@pytest.mark.parametrize("work", [False, True])
+def test_what_a_device_says_of_a_step_counts_unless_steps_are_timed_by_their_work(work: bool):
+    """Whatever clock the host has. A device tells seconds of the clock, which are not those that a thread worked."""
+    cost = CostModel([(StepWork(1, 1, 0), 0.01), (StepWork(1, 64, 0), 0.02)], 64)
+    now = itertools.count()
+    policy = Elastic(cost, 9, (0,), exact=True)
+    limits = HostLimits(**SIZES, elastic=policy, step_clock=lambda: next(now) / 1e3, step_work=work)
+    half = HostHalf(limits)
+    half.submit(Request(rid="r", tokens=[1, 2, 3], sampling=SamplingParams()))
+    plan = half.plan()
+    assert plan is not None
+    half.process(StepResult(plan.seq, [RowResult(1, 1, 3, 0, 3, 4, False, [5], [])], seconds=0.25))
+    assert policy.counters.measured_seconds == pytest.approx(0.001 if work else 0.25)
+
+
 def test_numbers():
     h = Harness(plain_world("ngram", 0.8, width=3, eos_token_ids=frozenset()), 0)
     for n in range(5):
