@@ -40,7 +40,7 @@ from stretto.engine.locate import Located
 from stretto.engine.loop import StartFailed
 from stretto.engine.prepare import START_FAILURES, Prepared, not_fixed, prepare_located
 from stretto.engine.ranks import Ranks
-from stretto.engine.step_times import StepTimes, cached
+from stretto.engine.step_times import FORMAT, StepTimes, cached
 from stretto.host.adapters import Adapters
 from stretto.host.cost import CostModel
 from stretto.host.elastic import Elastic
@@ -113,6 +113,8 @@ def _build(prepared: Prepared, ranks: Ranks | HostRanks | None, progress: Progre
     device_half: DeviceHalf = ranks.lead(parts.device) if ranks else parts.device
     processors = runner.table.custom.registry
     limits = host_limits(resolved, eos_ids(prepared, tokenizer), _host_drafter(prepared, model.vocab_size), processors)
+    if _costs_work(resolved):
+        limits = replace(limits, step_clock=parts.device.worked, step_work=True)
     if model.device.type == "cuda" and not resolved.config.schedule.enforce_eager:
         shapes = [replace(shape, fixed=runner.fixed) for shape in _shapes(resolved, limits)]
         device_half.warm_up(shapes, partial(progress, "graphs") if progress else None)
@@ -208,14 +210,9 @@ def _elastic(prepared: Prepared, limits: HostLimits, device: DeviceHalf, vocab_s
              progress: Progress | None) -> Elastic:
     """The policy of each step, on the step times of this machine: measured now, or by an earlier start like this."""
     resolved, exact = prepared.resolved, prepared.resolved.device == "cpu"
-    machine = next(d for d in prepared.facts.devices if d.kind == resolved.device)
-    key = [__version__, torch.__version__, machine.name, machine.cores, torch.get_num_threads(), resolved.model_name,
-           prepared.facts.model.parameters, resolved.dtype, resolved.kv_dtype, resolved.drafter,
-           resolved.speculation_tokens, limits.pages, limits.page_size, limits.max_slots, limits.chunk, limits.budget,
-           limits.max_model_len, resolved.config.parallel.tensor_parallel_size]
     times = StepTimes(device, limits, vocab_size)
     told = partial(progress, "step times") if progress else None
-    samples, _ = cached(cache_folder(), key, lambda: times.measure(progress=told))
+    samples, _ = cached(cache_folder(), _times_key(prepared, limits), lambda: times.measure(progress=told))
     width, goal = limits.width, resolved.config.schedule.slo_itl_ms
     caps = prepared.facts.drafter.caps if prepared.facts.drafter is not None else None
     chain = caps is not None and caps.shape == "chain"
@@ -223,6 +220,18 @@ def _elastic(prepared: Prepared, limits: HostLimits, device: DeviceHalf, vocab_s
     return Elastic(CostModel(samples, limits.budget, None if exact else tokens_bucket), limits.max_slots, widths, exact,
                    goal and goal / 1e3, on_host=limits.drafter is not None, adapts=resolved.elastic,
                    confident=caps is not None and caps.confidence)
+
+
+def _times_key(prepared: Prepared, limits: HostLimits) -> list[object]:
+    """All that measured step times depend on: the machine, the model, how it computes, the sizes, and how they are
+    measured."""
+    resolved, config = prepared.resolved, prepared.resolved.config
+    machine = next(d for d in prepared.facts.devices if d.kind == resolved.device)
+    return [__version__, torch.__version__, machine.name, machine.cores, torch.get_num_threads(), resolved.model_name,
+            prepared.facts.model.parameters, resolved.dtype, resolved.kv_dtype, resolved.drafter,
+            resolved.speculation_tokens, limits.pages, limits.page_size, limits.max_slots, limits.chunk, limits.budget,
+            limits.max_model_len, config.parallel.tensor_parallel_size, config.model.deterministic,
+            config.schedule.enforce_eager, config.speculation.acceptance_method, limits.depth, limits.step_work, FORMAT]
 
 
 class _Clock:
@@ -322,18 +331,15 @@ def host_limits(resolved: Resolved, eos: frozenset[int], drafter: HostDrafter | 
         host_pages=resolved.host_pages, page_bytes=resolved.page_bytes, prefix_cache=resolved.prefix_caching,
         state_every=resolved.state_every,
         eos_token_ids=eos, strict="PYTEST_VERSION" in os.environ, drafter=drafter,
-        check_processor=processors.check if processors is not None else None, step_clock=_step_clock(resolved),
+        check_processor=processors.check if processors is not None else None,
         seeds=random.SystemRandom() if resolved.seed is None else random.Random(resolved.seed))
 
 
-def _step_clock(resolved: Resolved) -> Callable[[], float]:
+def _costs_work(resolved: Resolved) -> bool:
     """On a CPU that others may use as well, what a step costs is how long it works, not how long it waits for its turn:
     that differs from one moment to the next, and not from one kind of step to another. A goal for latency is in seconds
     of the clock."""
-    if resolved.device != "cpu" or resolved.config.schedule.slo_itl_ms is not None:
-        return time.monotonic
-    threads = torch.get_num_threads()
-    return lambda: time.process_time() / threads
+    return resolved.device == "cpu" and resolved.config.schedule.slo_itl_ms is None
 
 
 def text_streams(tokenizer: Tokenizer) -> Callable[[SamplingParams], IncrementalText]:

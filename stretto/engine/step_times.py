@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,12 +40,15 @@ logger = logging.getLogger(__name__)
 Samples = list[tuple[StepWork, float]]
 
 TIMED_STEPS = 3
-SECONDS = 4.0  # that measuring takes at most, but for the first points
+SECONDS = 4.0  # that measuring takes at most by the clock of steps, but for the first points
+REAL_SECONDS = 12.0  # that it takes at most in any case: work may get on slowly on a machine that others use
 LEAST_POINTS = 4  # that are measured even where they take longer
 LONG_STEP = 0.2  # seconds from which one run is enough
 SHORT_CONTEXT, LONG_CONTEXT = 32, 2048
+MANY_CELLS = 1 << 17  # that the rows of one point read, at least: enough for what a cell costs
 ROWS = (1, 4, 16, 64, 256)
 FULL_ROWS = (24, 48, 96)  # also, each with all its drafts: where steps begin to compute more than they read
+FORMAT = 2  # of what is measured, and how: samples of another one are of no use
 FIRST_EPOCH = 1 << 30  # no turn will have it
 
 
@@ -71,20 +75,26 @@ def points(limits: HostLimits) -> list[Point]:
     """What is worth measuring, the most important first."""
     room = limits.max_model_len - 1 - (TIMED_STEPS + 1) * (1 + limits.width)
     short, long = max(0, min(SHORT_CONTEXT, room)), max(0, min(LONG_CONTEXT, room))
-    rows = [n for n in ROWS if n < limits.max_slots - 1] + [limits.max_slots - 1]
+    rows = [n for n in ROWS if 1.5 * n < limits.max_slots - 1] + [limits.max_slots - 1]
     rows = [n for n in rows if n * (1 + limits.width) <= limits.budget] or [1]
     own = 0 if limits.drafter is not None else limits.width  # drafts that the device proposes
     chunks = sorted({max(1, min(n, limits.chunk, room)) for n in (64, 512, limits.chunk)})
+    few, half = min(1, limits.width), limits.width // 2
     found = [Point(1, short), Point(1, short, limits.width), Point(1, 0, chunk=chunks[0])]
     found += [Point(1, short, draft_width=own)]
-    for n in rows[1:]:
-        found += [Point(n, short), Point(n, short, draft_width=own), Point(n, short, limits.width)]
-    found += [Point(1, 0, chunk=chunks[-1]), Point(1, long)]
-    found += [Point(n, short, limits.width // 2) for n in rows[:3]]
+    for n in rows[1:-1]:
+        found += [Point(n, short), Point(n, short, limits.width)]
+    # with many rows the number of drafts matters most, and contexts as much as tokens
+    n = rows[-1]
+    found += [Point(n, short), Point(n, max(short, min(long, MANY_CELLS // n))), Point(n, short, few, own)]
+    found += [Point(n, short, half, own), Point(n, short, draft_width=own), Point(1, 0, chunk=chunks[-1])]
+    found += [Point(n, short, few) for n in rows[2:-1]] + [Point(n, short, limits.width), Point(1, long)]
+    found += [Point(n, short, half) for n in rows[:3]]
     found += [Point(1, 0, chunk=n) for n in chunks[1:-1]]
     found += [Point(1, min(long, room - chunks[-1]), chunk=chunks[-1])]
+    found += [Point(n, short, draft_width=own) for n in rows[1:-1]]
     found += [Point(n, short, limits.width) for n in FULL_ROWS if n < rows[-1]] + [Point(n, long) for n in rows[1:]]
-    found += [Point(n, short, limits.width // 2) for n in rows[3:]]
+    found += [Point(n, short, half) for n in rows[3:-1]]
     most = min(limits.kv_tokens, limits.max_model_len)
     return [p for p in dict.fromkeys(found) if p.context >= 0 and _cells(p, limits) <= most]
 
@@ -110,13 +120,14 @@ class StepTimes:
         self._random = np.random.default_rng(0)
         self._seq = 0
 
-    def measure(self, seconds: float = SECONDS, progress: Callable[[int, int], None] | None = None) -> Samples:
-        """(what, seconds) of each point that there was time for."""
+    def measure(self, seconds: float = SECONDS, progress: Callable[[int, int], None] | None = None,
+                real_seconds: float = REAL_SECONDS) -> Samples:
+        """(what, seconds) of each point that there was time for, by both clocks."""
         samples: Samples = []
         wanted = points(self._limits)
-        ends = self._clock() + seconds
+        ends, really_ends = self._clock() + seconds, time.monotonic() + real_seconds
         for done, point in enumerate(wanted, 1):
-            left = ends - self._clock()
+            left = min(ends - self._clock(), really_ends - time.monotonic())
             if done <= LEAST_POINTS or _expected(point, samples) < left / 2:
                 samples.append((point.work, min(self._times(point))))
             if progress:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +13,11 @@ import pytest
 import torch
 
 from stretto.device.streams import InlineDevice, ThreadDevice
-from stretto.engine.build import _shapes, _step_clock
+from stretto.engine.build import _costs_work, _shapes, _times_key
 from stretto.engine.step_times import LEAST_POINTS, StepTimes, cached, points
 from stretto.host.cost import CostModel, StepWork
 from stretto.host.elastic import Elastic
+from stretto.host.limits import HostLimits
 from stretto.host.sizes import Sizes
 from stretto.params import SamplingParams
 from stretto.protocol import SessionTurn
@@ -233,20 +233,39 @@ def test_graphs_at_the_start_are_of_steps_that_will_come(elastic: bool, on_host:
 
 
 def test_steps_on_a_cpu_cost_what_they_work_and_goals_are_in_seconds_of_the_clock():
-    def clock(device: str, goal: float | None) -> Callable[[], float]:
+    def work(device: str, goal: float | None) -> bool:
         schedule = SimpleNamespace(slo_itl_ms=goal)
-        return _step_clock(SimpleNamespace(device=device, config=SimpleNamespace(schedule=schedule)))  # type: ignore
+        return _costs_work(SimpleNamespace(device=device, config=SimpleNamespace(schedule=schedule)))  # type: ignore
 
-    assert clock("cuda", None) is clock("cpu", 30.0) is time.monotonic
-    worked = clock("cpu", None)
-    before, began = worked(), time.monotonic()
-    time.sleep(0.2)
-    assert worked() - before < 0.5 * (time.monotonic() - began)
+    assert work("cpu", None) and not work("cuda", None) and not work("cpu", 30.0)
 
 
-def test_measuring_stops_when_its_time_is_over(oracle: Oracle):
+@pytest.mark.parametrize("bounds", [{"seconds": 0.0}, {"seconds": 1e9, "real_seconds": 0.0}])
+def test_measuring_stops_when_its_time_is_over(oracle: Oracle, bounds: dict[str, float]):
+    """By the clock of steps, and by that of those who wait for the start."""
     core = make_core(oracle.model, overlap=False)
-    assert len(StepTimes(core.device, core.host.limits, VOCAB).measure(seconds=0.0)) == LEAST_POINTS
+    assert len(StepTimes(core.device, core.host.limits, VOCAB).measure(**bounds)) == LEAST_POINTS
+
+
+def test_step_times_are_used_again_only_where_they_were_measured_alike(monkeypatch: pytest.MonkeyPatch):
+    def key(limits: dict[str, object] = {}, **changes: object) -> str:  # noqa: B006
+        """Of a start in which these settings, by their names in the configuration, differ."""
+        of = {"enforce_eager": False, "deterministic": False, "acceptance_method": "exact"} | changes
+        config = SimpleNamespace(schedule=SimpleNamespace(**of), model=SimpleNamespace(**of),
+                                 speculation=SimpleNamespace(**of), parallel=SimpleNamespace(tensor_parallel_size=1))
+        resolved = SimpleNamespace(device="cpu", model_name="m", dtype="bfloat16", kv_dtype="auto", drafter="ngram",
+                                   speculation_tokens=4, config=config)
+        facts = SimpleNamespace(devices=[SimpleNamespace(kind="cpu", name="a", cores=2)],
+                                model=SimpleNamespace(parameters=1))
+        sizes = HostLimits(page_size=16, pages=(64,), max_slots=9, max_model_len=256, **limits)  # type: ignore[arg-type]
+        return json.dumps(_times_key(SimpleNamespace(resolved=resolved, facts=facts), sizes))  # type: ignore[arg-type]
+
+    others = [key({"depth": 0}), key({"step_work": True}), key(enforce_eager=True), key(deterministic=True),
+              key(acceptance_method="rejection"), key({"chunk": 64})]
+    assert len({key(), *others}) == 1 + len(others) and key() == key()
+    before = key()
+    monkeypatch.setattr("stretto.engine.build.FORMAT", 1000)
+    assert key() != before
 
 
 @pytest.mark.parametrize("page, pool, context", [(1, 64, 40), (16, 4096, 256), (256, 512, 30)])
