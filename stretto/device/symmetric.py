@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric
 
-from stretto.ops.exchange import PROGRAMS, fewer_bytes, rows_that_fit, two_shot_bytes
+from stretto.ops.exchange import PROGRAMS, Ways, rows_that_fit
 
-MOST_BYTES = 8 << 20  # of a sum of two ranks: what is larger is left to NCCL
-SLOT = 16 << 10  # bytes, where there are more ranks: two tiles, with which sums in two shots may have 1 MiB a rank
 MOST_LAUNCHES = 4  # of a join
 AHEAD = 1 << 30  # of a count, as far as one can be
 
@@ -24,12 +22,12 @@ class SymmetricMemory:
     """Sums and joins over ranks by one launch each. Made on all ranks at the same time, which must be on one host; then
     they wait for each other once before the first sum."""
 
-    def __init__(self, rank: int, ranks: int, device: torch.device):
-        """Raises RuntimeError where the GPUs cannot reach each other's memory, or the system does not let them."""
+    def __init__(self, rank: int, ranks: int, device: torch.device, two_shots: bool = False):
+        """`two_shots`: for sums of three ranks and more that are not small (`ops.exchange`). Raises RuntimeError where
+        the GPUs cannot reach each other's memory, or the system does not let them."""
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # torch reads it when memory is mapped
-        self.rank, self.ranks = rank, ranks
-        self._slot = MOST_BYTES // PROGRAMS if ranks == 2 else SLOT
-        self.most = MOST_BYTES if ranks == 2 else two_shot_bytes(ranks, SLOT)
+        self.rank, self._ways = rank, Ways(ranks, two_shots)
+        self._slot = self._ways.slot
         self._flags_at = 2 * ranks * PROGRAMS * self._slot
         size = self._flags_at + 4 * 2 * ranks * PROGRAMS
         self._memory = symmetric.empty(size, dtype=torch.uint8, device=device)
@@ -47,11 +45,8 @@ class SymmetricMemory:
         torch.cuda.synchronize(device)  # nobody may write before all are zero
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether a sum is small enough."""
-        return 0 < x.nbytes <= self.most and (self._two_shots(x) or rows_that_fit(x.view(1, -1), self._slot) > 0)
-
-    def _two_shots(self, x: torch.Tensor) -> bool:
-        return fewer_bytes(x.nbytes, self.ranks)
+        """Whether a sum is small enough. What is not is left to NCCL."""
+        return self._ways.shots(x) > 0
 
     def joins(self, x: torch.Tensor) -> bool:
         """Whether a join takes few launches."""
@@ -60,7 +55,7 @@ class SymmetricMemory:
     def total(self, x: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
         """As `ops.exchange.total`; on top of `base`, which is contiguous, it is written there."""
         out = torch.empty_like(x) if base is None else base
-        if self._two_shots(x):
+        if self._ways.shots(x) == 2:
             from stretto.ops.triton_exchange import launch_two_shot  # as below
 
             launch_two_shot(x, out, self._addresses, self._counts, self.rank, self._slot, self._flags_at, base)

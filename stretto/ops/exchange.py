@@ -12,12 +12,14 @@ Which way, of n bytes over r ranks, by what leaves a GPU:
     one shot     everybody sends all to everybody                        (r - 1) * n            one crossing
     two shots    each adds up a part of the elements and sends the sum   2 * (r - 1) / r * n    two
 
-With two ranks these are the same bytes, and one shot is always the quicker.
+With two ranks these are the same bytes, and one shot is always the quicker. Two shots have run in Triton's interpreter
+and on streams of one GPU alone, so they are off until they have been timed on three GPUs and more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -59,5 +61,35 @@ def rows_that_fit(x: torch.Tensor, slot_bytes: int) -> int:
 
 def two_shot_bytes(ranks: int, slot_bytes: int) -> int:
     """Bytes of a sum that one launch of two shots takes: half a slot of every program for each rank."""
-    tile = 16 * 32 * WARPS
-    return PROGRAMS * ranks * (slot_bytes // 2 // tile) * tile
+    return PROGRAMS * ranks * (slot_bytes // 2 // TILE_BYTES) * TILE_BYTES
+
+
+MOST_BYTES = {2: 8 << 20, 3: 1 << 20, 4: 1 << 20}
+"""Of a sum in one shot, by ranks: two send each other no more than any other way would."""
+MOST_BYTES_OF_MANY = 512 << 10
+TILE_BYTES = 16 * 32 * WARPS  # what a program handles at one time
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Which sums of `ranks` go through memory that all of them see, and how."""
+
+    ranks: int
+    two_shots: bool = False
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a program's from one rank: two tiles for two shots, with which their sums may have 1 MiB a rank."""
+        if self.two_shots and self.ranks > 2:
+            return 2 * TILE_BYTES
+        return max(self._one_shot_bytes // PROGRAMS, TILE_BYTES)
+
+    @property
+    def _one_shot_bytes(self) -> int:
+        return MOST_BYTES.get(self.ranks, MOST_BYTES_OF_MANY)
+
+    def shots(self, x: torch.Tensor) -> int:
+        """In how many x is added up; 0: some other way."""
+        if self.two_shots and fewer_bytes(x.nbytes, self.ranks):
+            return 2 if x.nbytes <= two_shot_bytes(self.ranks, self.slot) else 0
+        return int(0 < x.nbytes <= self._one_shot_bytes and rows_that_fit(x.view(1, -1), self.slot) > 0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stretto.ops import triton_exchange
-from stretto.ops.exchange import fewer_bytes, side_by_side, total, two_shot_bytes
+from stretto.ops.exchange import Ways, fewer_bytes, side_by_side, total, two_shot_bytes
 from tests.ops.exchange_processes import PROGRAMS, base_of_all, files, inputs
 from tests.ops.exchange_ranks import KINDS, Ranks, begin_anew, draw, same, wanted
 
@@ -79,6 +79,17 @@ def test_two_shots_where_they_send_less_in_the_time_of_a_crossing() -> None:
     least = {ranks: next(rows for rows in itertools.count(1) if fewer_bytes(rows * 8192, ranks)) for ranks in (3, 4, 8)}
     assert least == {3: 121, 4: 54, 8: 16}
     assert two_shot_bytes(4, 16 << 10) == 4 << 20
+
+
+def test_two_shots_are_off_until_they_are_asked_for() -> None:
+    """In rows of 4096 in 16 bits: how many go in one shot at most, and in two."""
+    def most(ways: Ways, shots: int) -> int:
+        rows = (1 << i for i in range(14))
+        return max((n for n in rows if ways.shots(torch.empty(n, 4096, dtype=torch.bfloat16)) == shots), default=0)
+    assert [most(Ways(ranks), 1) for ranks in (2, 3, 4, 8)] == [1024, 128, 128, 64]
+    assert not any(most(Ways(ranks), 2) for ranks in (2, 3, 4, 8))
+    assert [most(Ways(ranks, two_shots=True), 2) for ranks in (2, 3, 4, 8)] == [0, 256, 512, 1024]
+    assert [most(Ways(ranks, two_shots=True), 1) for ranks in (2, 3, 4, 8)] == [1024, 64, 32, 8]
 
 
 def test_a_rows_sum_does_not_depend_on_its_batch() -> None:
