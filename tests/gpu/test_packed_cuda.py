@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from stretto.ops.grouped import Gate, group_by_expert
 from stretto.ops.packed import Layout, Packed
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def packed(layout: Layout, outputs: int, inputs: int) -> Packed:

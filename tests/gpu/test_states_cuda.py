@@ -15,7 +15,7 @@ from stretto.ops.recurrent import PartMemory, StateStep, recurrence_reference
 from stretto.ops.triton_delta import SHORT, launch_delta_rule
 from stretto.ragged import RaggedStep
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SIZES = {"delta net": (16, 32, 128, 128, True), "mamba 2": (1, 48, 128, 64, False),
          "wide state": (2, 8, 256, 64, False)}
 LENGTHS = ([64], [700], [3, 130, 1, 65, 260])
