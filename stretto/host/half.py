@@ -179,7 +179,8 @@ class HostHalf:
         least = turn.job.prompt + turn.job.request.sampling.min_tokens
         assert turn.grammar is not None
         return MaskAsk(row, turn.grammar.matcher, drafts, max(0, least - len(turn.tokens)),
-                       (*turn.job.stop_ids, *self.limits.eos_token_ids), turn.grammar.automaton)
+                       (*turn.job.stop_ids, *self.limits.eos_token_ids), turn.grammar.automaton,
+                       id(turn.grammar.grammar))
 
     @staticmethod
     def _drafts(turn: Turn, plan: StepPlan) -> list[int]:

@@ -11,8 +11,9 @@ one grammar can only be made one after another.
                                                   interpreter's lock is given up and taken once
     the next SHARED      | a a a a a | b b b | c c |   at once, as long as all of them together take so long
 
-One call for the first of each automaton, one for the second, and so on, which lets no thread wait for another within a
-call, takes 1.2 to 1.4 times as long: all wait for the slowest each time.
+One call for the first of each automaton, one for the second, and so on, lets no thread wait for another within a call,
+but all wait for the slowest each time: 64 rows on 16 cores took 1.0 to 1.5 times as long (`benchmarks.grammars_gpu` on
+the host of an H200: 6.6 to 7.1 ms instead of 4.6 for addresses, 6.4 to 6.9 instead of 6.7 for words).
 
 `slow` tells of whom there should be more (host/grammar.py). No torch in this module.
 """
@@ -44,6 +45,7 @@ class MaskAsk:
     withheld: int = 0  # at so many first positions no stop id, while there is another choice (min_tokens)
     stop_ids: Sequence[int] = ()
     automaton: Hashable = None  # rows with the same one cannot be made at once
+    grammar: Hashable = None  # rows of the same one are held to take as long as each other
 
 
 class Memory(NamedTuple):
@@ -55,8 +57,8 @@ class Memory(NamedTuple):
 
 
 class MaskMaker:
-    """Fills masks for one vocabulary. `slow`: rows of the last `make` that had to wait for each other for longer than
-    PATIENCE, of each automaton."""
+    """Fills masks for one vocabulary. `slow`: rows of the last `make` that had to wait for each other, of each
+    automaton, where it took longer than PATIENCE and their grammar is known to be slow."""
 
     def __init__(self, vocab_size: int, threads: int | None = None):
         self._words = -(-vocab_size // 32)
@@ -64,7 +66,7 @@ class MaskMaker:
         self._executors: dict[int, LLExecutor] = {}  # by threads; made when they are first needed
         self.slow: list[list[int]] = []
         self._at_once = 0  # so often masks are shared out without a trial
-        self._seconds: dict[Hashable, float] = {}  # of a mask, by automaton
+        self._seconds: dict[Hashable, float] = {}  # of a mask, by grammar
         self._bits = np.empty((0, self._words), dtype=np.int32)
 
     def make(self, seq: int, n_rows: int, asks: Sequence[MaskAsk]) -> tuple[LateMask, list[int]]:
@@ -95,6 +97,8 @@ class MaskMaker:
 
     def _fill(self, rows: Sequence[tuple[MaskAsk, int]], memory: Memory) -> None:
         self.slow = []
+        here = {ask.grammar for ask, _ in rows}
+        self._seconds = {grammar: seconds for grammar, seconds in self._seconds.items() if grammar in here}
         done = 0 if self._at_once else self._one_by_one(rows, memory)
         self._at_once = max(0, self._at_once - 1)
         if rest := rows[done:]:
@@ -110,7 +114,7 @@ class MaskMaker:
                 return done
             self._fill_row(ask, start, memory)
             before, last = last, time.perf_counter()
-            seconds[ask.automaton] = last - before
+            seconds[ask.grammar] = last - before
         self._seconds = seconds  # nothing takes long
         return len(rows)
 
@@ -119,7 +123,7 @@ class MaskMaker:
         for row in rest:
             parts.setdefault(row[0].automaton, []).append(row)
         longest = sorted(parts.items(), key=lambda part: len(part[1]), reverse=True)
-        threads = 1 << min(self.threads, len(longest)).bit_length() - 1
+        threads = min(self.threads, len(longest))
         began = time.perf_counter()
         if threads == 1:
             for ask, start in rest:
@@ -129,10 +133,9 @@ class MaskMaker:
         took = time.perf_counter() - began
         if took * threads > PATIENCE and not self._at_once:
             self._at_once = SHARED
-        self._seconds = {automaton: seconds for automaton, seconds in self._seconds.items() if automaton in parts}
-        if took > PATIENCE:
-            self.slow = [[ask.row for ask, _ in part] for automaton, part in longest
-                         if len(part) > 1 and len(part) * self._seconds.get(automaton, took) > PATIENCE / 2]
+        if took > PATIENCE:  # a grammar that was never timed may be quick: its turn comes
+            self.slow = [[ask.row for ask, _ in part] for _, part in longest
+                         if len(part) > 1 and len(part) * self._seconds.get(part[0][0].grammar, 0.0) > PATIENCE / 2]
 
     def _fill_row(self, ask: MaskAsk, start: int, memory: Memory) -> None:
         if ask.drafts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def started(grammars: Grammars, grammar: Grammar, n: int) -> list[GrammarState]:
 
 
 def ask(row: int, state: GrammarState) -> MaskAsk:
-    return MaskAsk(row, state.matcher, [], automaton=state.automaton)
+    return MaskAsk(row, state.matcher, [], automaton=state.automaton, grammar=id(state.grammar))
 
 
 def allowed(bits: np.ndarray) -> np.ndarray:
@@ -113,19 +114,53 @@ def test_slow_masks_are_shared_out_at_once_and_timed_again_later(made, monkeypat
     maker.close()
 
 
+@pytest.mark.parametrize("automata", [2, 3, 5])
+def test_each_automaton_has_a_thread_as_far_as_there_are_threads(impatient, made, monkeypatch, automata: int) -> None:
+    calls, maker = noted(monkeypatch), MaskMaker(VOCAB, threads=4)
+    states = [state for n in range(automata) for state in started(made, Grammar("regex", f"[A-Z]{{{20 + n}}}"), 2)]
+    maker.make(0, len(states), [ask(i, state) for i, state in enumerate(states)])
+    assert [threads for _, _, threads in calls] == [min(4, automata)]
+    maker.close()
+
+
+def sleepy(monkeypatch, state: GrammarState, seconds: float) -> None:
+    """Masks of its automaton take so long, and so do those of all that are made in one call."""
+    fill, together, slow = MaskMaker._fill_row, MaskMaker._fill_together, state.matcher and state.automaton
+
+    def one(self, ask, start, memory):
+        time.sleep(seconds if ask.automaton == slow else 0)
+        fill(self, ask, start, memory)
+
+    monkeypatch.setattr(MaskMaker, "_fill_row", one)
+    monkeypatch.setattr(MaskMaker, "_fill_together", lambda *args: (time.sleep(seconds), together(*args)))
+
+
+@pytest.mark.parametrize("timed", [1, 2])
+def test_an_automaton_that_was_never_timed_is_not_held_to_be_slow(made, monkeypatch, timed: int) -> None:
+    """As many rows are timed, all of the slow grammar; where none of it is left, it is slow the next time."""
+    states = started(made, WORDS, 2) + started(made, HEX, 4)
+    maker, asks = MaskMaker(VOCAB, threads=2), [ask(i, state) for i, state in enumerate(states)]
+    sleepy(monkeypatch, states[0], 0.04)
+    monkeypatch.setattr(masks_module, "PATIENCE", 0.04 * timed - 0.02)
+    maker.make(0, 6, asks)
+    assert maker.slow == []
+    monkeypatch.setattr(masks_module, "PATIENCE", 0.02)
+    for step in range(2):
+        maker._at_once = 1
+        maker.make(step, 6, asks)
+        assert [sorted(rows) for rows in maker.slow] == [[0, 1]]
+    asks[:2] = [replace(one, automaton="another, of the same grammar") for one in asks[:2]]
+    maker._at_once = 1
+    maker.make(2, 6, asks)
+    assert [sorted(rows) for rows in maker.slow] == [[0, 1]]
+    maker.close()
+
+
 def test_only_those_that_take_long_are_to_have_more_automata(made, monkeypatch) -> None:
     """Timed one by one: of the two grammars the words take long, whatever the other one's rows are."""
     states = started(made, WORDS, 2) + started(made, HEX, 4)
     maker, asks = MaskMaker(VOCAB, threads=2), [ask(i, state) for i, state in enumerate(states)]
-    fill, slow = MaskMaker._fill_row, states[0].matcher and states[0].automaton
-
-    def sleepy(self, ask, start, memory):
-        time.sleep(0.02 if ask.automaton == slow else 0)
-        fill(self, ask, start, memory)
-
-    together = MaskMaker._fill_together
-    monkeypatch.setattr(MaskMaker, "_fill_row", sleepy)
-    monkeypatch.setattr(MaskMaker, "_fill_together", lambda *args: (time.sleep(0.02), together(*args)))
+    sleepy(monkeypatch, states[0], 0.02)
     monkeypatch.setattr(masks_module, "PATIENCE", 0.015)
     for step in (3, 0, 6):  # the first row that is timed: of the quick ones, then of the slow ones
         maker._at_once = 0
