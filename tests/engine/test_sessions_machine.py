@@ -354,7 +354,7 @@ def missing(seen: Counter[str]) -> list[str]:
         ("scripted", "16", 1))])
 def test_a_crowd(oracles, drafter: str, window: str, page: int):
     """What the product is about really happens; every pair of options occurs."""
-    seen = crowd(Setting(*oracles[window], drafter, page), seed=page, least=35)
+    seen = crowd(Setting(*oracles[window], drafter, page), seed=page, least=50)
     assert not missing(seen) and (drafter == "none" or seen["accepted"] > 0)
 
 
