@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -19,7 +21,7 @@ import pytest
 
 from stretto.engine import process
 from stretto.engine.client import EngineClient
-from stretto.engine.inprocess import InProcessEngine
+from stretto.engine.inprocess import InProcessEngine, QueueInbox, _end
 from stretto.engine.loop import run_loop
 from stretto.engine.messages import Aborted, AbortRequest, Died, Outputs, Shutdown, Started, Submit
 from stretto.engine.router import Mailbox, Router, join_outputs
@@ -191,6 +193,27 @@ async def test_a_long_step_that_computes_is_no_stall():
     async with started(InProcessEngine, stall_timeout=1.0) as engine:
         assert await text_of(engine, request("spin:2", max_tokens=1))
         assert await engine.healthy()
+
+
+async def test_an_engine_that_is_dropped_ends_its_thread():
+    """When nobody reads from it any more; without `close`."""
+    engine = await InProcessEngine.start(CoreOptions(step_seconds=0.002))
+    thread, stream = engine._thread, engine.generate(request("x", max_tokens=150))
+    read = [await anext(stream)]
+    del engine
+    gc.collect()
+    read += [output async for output in stream]
+    assert read[-1].finish_reason == "length" and sum(len(output.token_ids) for output in read) == 150
+    await until(lambda: gc.collect() >= 0 and not thread.is_alive())
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_last_reference_may_go_on_the_engines_own_thread():
+    inbox = QueueInbox()
+    thread = threading.Thread(target=lambda: _end(inbox, threading.current_thread()))
+    thread.start()
+    thread.join(5)
+    assert inbox.take(0) == [Shutdown()]
 
 
 async def test_close_ends_a_stopped_child(monkeypatch):
