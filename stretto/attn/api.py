@@ -63,6 +63,7 @@ class AttnCaps:
     host_lengths: Literal["none", "bound"]  # a backend that needs exact lengths on the host is refused
     graphs: bool  # may be captured in a CUDA graph
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    lack: str = ""  # what goes another way here than it should, and why, for the start-up report
     kv_dtypes: frozenset[str] = frozenset()  # of caches that are not of the activations' type: "fp8_e4m3", "bfloat16"
 
 

@@ -10,6 +10,8 @@ sums outgrow the workspace; its splits grow, so its results differ by rounding.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +26,7 @@ from stretto.ops.launch import overlaps
 from stretto.ops.layer import HeadWeights, Rope
 from stretto.ragged import RaggedStep
 
+logger = logging.getLogger(__name__)
 INTERPRETED = isinstance(attend_kernel, InterpretedFunction)  # TRITON_INTERPRET=1: the kernels run on the CPU
 MAX_HEAD_DIM = 256
 HOPPER = 90
@@ -57,7 +60,8 @@ class TritonRagged:
 
     `config` overrides the tile table; `workspace_bytes` bounds the partial sums of one step. `fixed`: every row is a
     chunk whose keys are not split, so that a token's result does not depend on what is beside it (`tiles.unsplit`).
-    `hopper`: chunks go to `gluon_chunks` where that serves them (on sm_90); False: to the kernel of all devices."""
+    `hopper`: chunks go to `gluon_chunks` where that serves them (on sm_90); False: to the kernel of all devices. There they
+    go, too, where this Triton has another Gluon, which is experimental; `caps.lack` then says so."""
 
     caps = AttnCaps(page_sizes=None, head_dims=frozenset(range(1, MAX_HEAD_DIM + 1)), window=True, sinks=True,
                     softcap=True, empty_rows=True, host_lengths="none", graphs=True,
@@ -69,7 +73,7 @@ class TritonRagged:
         if device.type == "cpu" and not INTERPRETED:
             raise ValueError("the Triton attention backend runs on CUDA devices; on the CPU choose the torch backend,"
                              " or set TRITON_INTERPRET=1 to test the kernels there")
-        self.dtype, self.config, self.fixed, self.hopper = dtype, config, fixed, hopper
+        self.dtype, self.config, self.fixed = dtype, config, fixed
         self.arch, self.n_sm = 80, 2
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
@@ -77,6 +81,7 @@ class TritonRagged:
             self.n_sm = torch.cuda.get_device_properties(device).multi_processor_count
             if self.arch < FP8_ARCH:
                 self.caps = replace(self.caps, kv_dtypes=self.caps.kv_dtypes - {"fp8_e4m3"})
+        self._serves, self._launch_chunks = self._for_hopper() if hopper and not fixed else (None, None)
         self.workspace = torch.empty(workspace_bytes // 4, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(1024, dtype=torch.int32, device=device)  # of `projected`, by row and KV head
 
@@ -147,13 +152,28 @@ class TritonRagged:
         most = n_tokens if step.most_tokens is None else min(n_tokens, step.most_tokens)
         return most * (layer.n_heads // layer.n_kv_heads) <= plan.tiles[1].rows and not self.fixed
 
+    def _for_hopper(self) -> tuple[Callable[..., bool] | None, Callable[..., None] | None]:
+        """`serves` and `launch_chunks` of the kernel for sm_90, where that is what this device is."""
+        if self.arch != HOPPER:
+            return None, None
+        try:
+            from stretto.attn.gluon_chunks import launch_chunks, serves  # imports gluon, which Triton may change
+        except Exception as e:
+            self._do_without(e)
+            return None, None
+        return serves, launch_chunks
+
+    def _do_without(self, error: Exception) -> None:
+        self._serves = self._launch_chunks = None
+        reason = next(iter(str(error).splitlines()), "no reason given")
+        lack = ("chunks go through the kernel of all devices, which takes longer: this Triton does not make the one for"
+                f" sm_90 ({type(error).__name__}: {reason})")
+        logger.warning("%s", lack)
+        self.caps = replace(self.caps, lack=lack)
+
     def _on_hopper(self, layer: LayerSpec, tile: Tile, q: torch.Tensor, k_cache: torch.Tensor) -> bool:
         """Whether the chunks of this call go to the kernel for sm_90 (`gluon_chunks`)."""
-        if self.arch != HOPPER or self.fixed or not self.hopper or q.dtype != k_cache.dtype:
-            return False
-        from stretto.attn.gluon_chunks import serves  # imports gluon
-
-        return serves(layer, tile.rows, k_cache)
+        return self._serves is not None and q.dtype == k_cache.dtype and self._serves(layer, tile.rows, k_cache)
 
     def _check(self, layer: LayerSpec, plan: object, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                sinks: torch.Tensor | None, scales: KVScales | None) -> RaggedPlan:
@@ -182,12 +202,14 @@ class TritonRagged:
         out_scale = LOG2E.value * (softcap or layer.scale)
         heads = self.capacity(layer) * layer.n_heads
         partial_out, partial_lse = self.workspace[: heads * layer.head_dim], self.workspace[heads * layer.head_dim :]
-        if kind == 0 and self._on_hopper(layer, tile, q, k_cache):
-            from stretto.attn.gluon_chunks import launch_chunks  # imports gluon
-
-            launch_chunks(self.n_sm, layer, q, k_cache, v_cache, table, plan.items, plan.counts, plan.arrivals, out,
-                          partial_out, partial_lse, sinks, (in_scale, out_scale), ITEM_WORDS)
-            return
+        if kind == 0 and self._launch_chunks is not None and self._on_hopper(layer, tile, q, k_cache):
+            try:
+                self._launch_chunks(self.n_sm, layer, q, k_cache, v_cache, table, plan.items, plan.counts,
+                                    plan.arrivals, out, partial_out, partial_lse, sinks, (in_scale, out_scale),
+                                    ITEM_WORDS)
+                return
+            except Exception as e:  # it does not compile, at the start's first step as a rule; the other kernel may
+                self._do_without(e)
         overlap = self.arch >= 90  # programmatic dependent launch: the second launch does not wait for the first
         attend_kernel[(tile.programs * self.n_sm,)](
             q, k_cache, v_cache, *(scales or (q, q)), table, plan.items, plan.counts, plan.arrivals, step.cu_q, out,

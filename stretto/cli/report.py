@@ -42,6 +42,8 @@ def _facts(report: Mapping[str, Any]) -> Table:
     cores = f", {device['cores']} cores" if device["kind"] == "cpu" else ""
     grid.add_row("device", f"{device['kind']}: {device['name']}{cores}, {gib(memory['free_at_start'])} free of "
                            f"{gib(device['memory'])}")
+    if "attention" in report:
+        grid.add_row("attention", report["attention"])
     parts = [("weights", memory["weights"]), ("drafter", memory["draft_weights"]),
              ("adapters", memory["adapters"]), ("buffers", memory["step_buffers"] + memory["slot_table"]),
              ("graphs", memory["graphs"]), ("KV", memory["kv"])]

@@ -365,7 +365,8 @@ def eos_ids(prepared: Prepared, tokenizer: Tokenizer) -> frozenset[int]:
 def _info(prepared: Prepared, model: CausalModel, backend: AttentionBackend, host: HostHalf, tokenizer: Tokenizer,
           timings: dict[str, float]) -> EngineInfo:
     resolved, pooling = prepared.resolved, pooling_facts(prepared.path)
-    report = start_report(resolved, prepared.facts, __version__, timings, type(backend).__name__)
+    attention = type(backend).__name__ + (f"; {backend.caps.lack}" if backend.caps.lack else "")
+    report = start_report(resolved, prepared.facts, __version__, timings, attention)
     return EngineInfo(model_name=resolved.model_name, vocab_size=model.vocab_size, max_model_len=resolved.max_model_len,
                       max_num_seqs=resolved.max_num_seqs, kv_tokens=resolved.kv_tokens,
                       hidden_size=model.hidden_size, pooling=pooling.pooling, no_embeddings=pooling.lack,

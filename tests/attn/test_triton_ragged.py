@@ -4,12 +4,15 @@ in Triton's interpreter with tiles so small that a few dozen keys cross every bo
 from __future__ import annotations
 
 import dataclasses
+import sys
+import types
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.attn import triton_ragged
 from stretto.attn.api import LayerSpec
 from stretto.attn.tiles import INTERPRETER, FewTokens, KernelConfig, Tile, kernel_config
 from stretto.attn.triton_kernels import ITEM_WORDS
@@ -286,3 +289,27 @@ def test_a_short_step_launches_no_chunks(monkeypatch, bound: int | None):
         out = backend.attend(case.layer, case.q, case.k_cache, case.v_cache, case.step, 0, plan, case.sinks)
         assert relative_error(out[:n], expected(case)) < LIMITS[case.q.dtype] and not out[n:].any()
     assert kinds == [(1, True)] * 2 if bound else [(0, True), (1, False)] * 2
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="takes this device for one of sm_90")
+@pytest.mark.parametrize("fault", ["import", "compile"])
+def test_chunks_do_without_the_kernel_for_sm_90_where_triton_does_not_make_it(monkeypatch, caplog, fault: str):
+    """Gluon is experimental: another Triton may lack it, or refuse the kernel. Nothing fails, and it is said."""
+    def refuse(*given):
+        launched.append(given)
+        raise RuntimeError("PassManager::run failed")
+    launched: list = []
+    other = types.ModuleType("gluon_chunks")
+    other.serves, other.launch_chunks = lambda *of: True, refuse
+    monkeypatch.setattr(triton_ragged, "HOPPER", 80)
+    monkeypatch.setitem(sys.modules, "stretto.attn.gluon_chunks", None if fault == "import" else other)
+    case = make_case(spec(), [40, 1], [70, 33], device=DEVICE)
+    backend = TritonRagged(DEVICE, case.q.dtype, INTERPRETER)
+    plan = backend.metadata(case.step, 0, case.layer)
+    for _ in range(2):  # layers of one plan
+        out = backend.attend(case.layer, case.q, case.k_cache, case.v_cache, case.step, 0, plan, case.sinks)
+        assert relative_error(out, expected(case)) < LIMITS[case.q.dtype]
+    assert len(launched) == (fault == "compile")
+    reason = "ModuleNotFoundError" if fault == "import" else "RuntimeError: PassManager::run failed"
+    assert "kernel of all devices" in backend.caps.lack and reason in backend.caps.lack
+    assert [record.message for record in caplog.records] == [backend.caps.lack]

@@ -141,8 +141,9 @@ def test_the_start_report_is_a_table_on_a_terminal_and_a_json_line_elsewhere(str
     print_report(report, Console(file=screen, force_terminal=True, width=200))
     assert "mixed steps" in screen.getvalue() and not screen.getvalue().lstrip().startswith("{")
     plain = Console(file=io.StringIO(), width=200)
-    plain.print(render({**report, "start": {"weights": 1.25}}))
+    plain.print(render({**report, "start": {"weights": 1.25}, "attention": "TritonRagged; a kernel is missing"}))
     assert "weights 1.2 s" in plain.file.getvalue()  # type: ignore[attr-defined]
+    assert "TritonRagged; a kernel is missing" in plain.file.getvalue()  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------------------------ run
