@@ -134,6 +134,7 @@ class Elastic:
         self.favourite = widths[-1]  # the width that pays best
         self._rated, self._rated_rows = (0.0, widths[-1]), 0  # the best rate and its width, for so many rows
         self._probe_in = PROBE_LEAST
+        self._tried = False  # the drafts that the last plan proposes are for a probe, which is counted
         self._spare = 0.0  # standard deviations of the offered drafts for which a step has room beyond their mean
         self._saved = EXPLORE_MOST  # plain steps that trying sizes may cost
         self._believed = 1.0  # acceptance of first drafts at the last probe
@@ -180,6 +181,9 @@ class Elastic:
         probing = self._is_probe_due(demand, width)
         verifiable = self._drafted
         drafts, absent = self._drafts(demand, gains * offered, offered, rate)
+        if not self.on_host:
+            self._tried = probing
+            self.counters.probes += probing
         width = self._next_width(demand, width, probing)
         verified = sum(drafts) - absent
         chunk = self._chunk(demand, verified)
@@ -249,7 +253,7 @@ class Elastic:
             n = max(n, self._probe_size(seconds, offered))
             self._probe_in = self._probe_interval(rows, seconds, n)
             self._believed = self.acceptance.best
-        self.counters.probes += probing or n != best
+        self.counters.probes += not self._tried and (n != best or (probing and self.on_host))
         chosen = np.minimum(np.bincount(ranked[:n] // width, minlength=rows), demand.widths) * ~demand.fixed
         self._weigh_room(demand, rate, float(gain[n]), float(offered[n]), int(tokens[n]))
         absent = 0 if self.exact or self.on_host else max(0, int(chosen.sum()) - int(tokens[n]))

@@ -73,7 +73,7 @@ COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "engine_restarts": ((), "Engines that died and were started again; should be 0"),
     "drafter_faults": ((), "Times that a third party's drafter failed and a step or a row went without drafts"),
     "elastic_predicted_seconds": ((), "What the cost model said that steps would take"),
-    "elastic_measured_seconds": ((), "What those steps took: on a CPU without a goal for latency, how long they worked"),
+    "elastic_measured_seconds": ((), "What those steps took; on a CPU without a goal for latency, their work"),
     "elastic_plain_seconds": ((), "What the same tokens would have taken without drafts, by the cost model"),
     "elastic_regret_seconds": ((), "Seconds of steps that drafts made longer than they were worth"),
     "elastic_probes": ((), "Steps that tried whether drafts have become worth it, or what a size of step costs"),

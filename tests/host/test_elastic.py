@@ -78,12 +78,27 @@ def test_rows_that_accept_get_the_drafts():
     assert usual[2::3].mean() > usual[1::3].mean() > usual[0::3].mean()
 
 
-def test_a_drafter_that_finds_nothing_costs_nothing_to_speak_of():
-    for exact in (False, True):
-        point = Point("", 64, 1000, always(0.9), offers=0.0)
-        policy = elastic(exact)
-        assert play(point, policy, 400, skip=50) >= 0.99 * play(point, Fixed(0), 400, skip=50)
-        assert policy.favourite == 0 and policy.counters.probes < 60  # and nothing is proposed but by them
+class Proposing(Elastic):
+    """Keeps for each step whether it proposes, and how many probes there were until then."""
+
+    def __init__(self, exact: bool) -> None:
+        super().__init__(CostModel(profile(), MOST_TOKENS, None if exact else tokens_bucket), 257, (0, WIDTH), exact)
+        self.steps: list[tuple[bool, int]] = []
+
+    def launched(self, seq: int, choice: Choice, *args) -> None:
+        super().launched(seq, choice, *args)
+        self.steps.append((choice.draft_width > 0, self.counters.probes))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("rows, learns", [(1, 100), (64, 50)])
+def test_a_drafter_that_finds_nothing_costs_nothing_to_speak_of(rows: int, learns: int, exact: bool):
+    """Once that is known nothing is proposed but for probes, and they are counted."""
+    point, policy = Point("", rows, 1000, always(0.9), offers=0.0), Proposing(exact)
+    assert play(point, policy, 400, skip=learns) >= 0.99 * play(point, Fixed(0), 400, skip=learns)
+    proposing = sum(proposes for proposes, _ in policy.steps[learns:])
+    assert policy.favourite == 0 and proposing == policy.counters.probes - policy.steps[learns - 1][1]
+    assert 0 < proposing < (400 - learns) / 4
 
 
 def test_steps_have_room_for_what_is_likely_to_be_offered():
@@ -166,11 +181,13 @@ def test_times_measured_in_a_bad_moment_are_found_out(rows: int, rate: float, se
 
 
 def test_saturation_turns_proposals_off_and_relief_turns_them_on():
-    policy = elastic()
+    policy = Proposing(exact=False)
     play(Point("", 256, 300, always(0.3)), policy, 200)
     probes, speculating = policy.counters.probes, policy.counters.speculating_steps
     play(Point("", 256, 300, always(0.3)), policy, 200)
-    assert policy.counters.speculating_steps - speculating == policy.counters.probes - probes <= 20
+    proposing = sum(proposes for proposes, _ in policy.steps[200:])
+    verifying = policy.counters.speculating_steps - speculating
+    assert verifying <= 20 and verifying <= proposing == policy.counters.probes - probes <= 200 / 6
     play(Point("", 4, 300, always(0.3)), policy, 100)
     assert sum(policy.counters.chosen[1:]) > 100
 

@@ -90,7 +90,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (never_forgets, at("128 rows, context 1000, drifting")),
     (never_probes, partial(checks.test_a_drafter_that_found_nothing_for_long_is_heard_when_it_does, False)),
     (probes_always, at("256 rows, context 300, 0.3")),
-    (proposes_for_ever, checks.test_a_drafter_that_finds_nothing_costs_nothing_to_speak_of),
+    (proposes_for_ever, partial(checks.test_a_drafter_that_finds_nothing_costs_nothing_to_speak_of, 64, 50, True)),
     (pays_for_no_draft, at("1 rows, context 1000, 0.85, prompts")),
     (a_second_costs_nothing, at("256 rows, context 300, 0.3")),
     (makes_room_for_every_draft, checks.test_steps_have_room_for_what_is_likely_to_be_offered),
