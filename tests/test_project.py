@@ -148,6 +148,14 @@ def test_every_command_is_documented():
     assert len(names) > 15 and [name for name in names if f"stretto {name}" not in page] == []
 
 
+def test_every_file_of_kernels_is_in_the_table_of_kernels():
+    page = (ROOT / "docs/kernels.md").read_text()
+    table = "".join(line for line in page.splitlines() if line.startswith("| "))
+    files = [str(path.relative_to(ROOT / "stretto")) for path in (ROOT / "stretto").rglob("*.py")
+             if re.search(r"^def \w+_kernel\(", path.read_text(), re.MULTILINE)]
+    assert len(files) > 15 and [name for name in files if f"`{name}`" not in table] == []
+
+
 # ---------------------------------------------------------------------------------------------------------- mined cases
 def test_tests_that_a_page_names_exist() -> None:
     """Functions and files of tests, in any page."""

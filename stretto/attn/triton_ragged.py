@@ -60,8 +60,8 @@ class TritonRagged:
 
     `config` overrides the tile table; `workspace_bytes` bounds the partial sums of one step. `fixed`: every row is a
     chunk whose keys are not split, so that a token's result does not depend on what is beside it (`tiles.unsplit`).
-    `hopper`: chunks go to `gluon_chunks` where that serves them (on sm_90); False: to the kernel of all devices. There they
-    go, too, where this Triton has another Gluon, which is experimental; `caps.lack` then says so."""
+    `hopper`: chunks go to `gluon_chunks` where that serves them (on sm_90); False: to the kernel of all devices. These
+    go there, too, where this Triton has another Gluon, which is experimental; `caps.lack` then says so."""
 
     caps = AttnCaps(page_sizes=None, head_dims=frozenset(range(1, MAX_HEAD_DIM + 1)), window=True, sinks=True,
                     softcap=True, empty_rows=True, host_lengths="none", graphs=True,
