@@ -9,8 +9,8 @@ At each point the same rows run on while policies take turns: none, 1, 3, 5 and 
 many tokens a step has, and elastic. Each round fills the rows anew and gives every policy so many steps, in an order
 that rotates; a round before them captures graphs and does not count. Told is each policy's rate, and elastic's over
 those of the best fixed width and of the rule, paired by round. Contexts grow during a round, so every policy has a
-turn in its first half and one in its second, in the opposite order. Fixed widths that were far from the best one in a
-round have no more turns.
+turn in its first half and one in its second, in the opposite order. Fixed widths that were far from the best one in
+two rounds that follow each other have no more turns, and are told (`dropped`); one bad round removes none.
 
     round     | fill rows (no model runs) | none | 1 | 3 | 5 | 7 | tokens | elastic | elastic | tokens | ... | none |
     window    | lead: drafts of the policy before | steps that count                 |
@@ -73,7 +73,8 @@ FIXED = (0, 1, 3, 5, 7)
 GROWTH = 1200  # cells that a row may grow by in a round
 LEAD = 3  # steps of a window that do not count: they verify what the policy before had proposed
 WARM = 48  # steps of elastic in each half of the first round: it gathers which sizes of steps pay
-FAR, VERY_FAR = 0.85, 0.7  # of the best fixed width, below which one has no more turns; after the round that warms up
+FAR, VERY_FAR = 0.85, 0.7  # of the best fixed width, below which one is far from it; in the round that warms up
+FAR_ROUNDS = 2  # in a row, after which it has no more turns
 TOKENS_A_ROW = 1.4  # of a step, about, so that windows with prompts are as long as those without
 ARRIVING = 32  # rows for prompts that arrive meanwhile
 TOY = dict(architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -314,14 +315,18 @@ class Bench:
         turns, names = Turns(policies, self.seqs + 1), list(policies)
         core = self.engine(turns)
         rates: dict[str, list[float]] = {name: [] for name in names}
+        far = Far()
         for round_ in range(-1, min(rounds, 2) if point.drifts else rounds):
             shift = round_ % len(names)
             found = self.round(core, turns, point, names[shift:] + names[:shift], steps, round_ < 0)
             for name, rate in found.items() if round_ >= 0 else ():
                 rates[name].append(rate)
-            names = near(names, found, VERY_FAR if round_ < 0 else FAR)
+            dropped = far.note(found, VERY_FAR if round_ < 0 else FAR)
+            names = [name for name in names if name not in dropped]
+            if dropped:
+                print(f"{point.name}: no more turns for {', '.join(dropped)} drafts", flush=True)
         self.empty(core, turns)
-        return _told(point, rates, policies["elastic"], turns)
+        return _told(point, rates, policies["elastic"], turns) | {"dropped": far.dropped}
 
     def round(self, core: EngineCore, turns: Turns, point: Point, names: list[str], steps: int,
               first: bool) -> dict[str, float]:
@@ -451,10 +456,22 @@ def _is_fed(turn: Turn) -> bool:
     return turn.lease is None or turn.lease.lo < turn.fill_to
 
 
-def near(names: list[str], rates: dict[str, float], share: float) -> list[str]:
-    """Without the fixed widths that reach less than this share of the best one."""
-    best = max(rate for name, rate in rates.items() if name.isdigit())
-    return [name for name in names if not name.isdigit() or rates[name] >= share * best]
+class Far:
+    """Which fixed widths are too far from the best one to go on with."""
+
+    def __init__(self) -> None:
+        self.dropped: list[str] = []
+        self._rounds: dict[str, int] = {}  # in a row in which a width was far
+
+    def note(self, rates: dict[str, float], share: float) -> list[str]:
+        """The widths, by name, that have no more turns after this round: below `share` of the best, again."""
+        fixed = {name: rate for name, rate in rates.items() if name.isdigit()}
+        best = max(fixed.values())
+        for name, rate in fixed.items():
+            self._rounds[name] = self._rounds.get(name, 0) + 1 if rate < share * best else 0
+        dropped = [name for name in fixed if self._rounds[name] >= FAR_ROUNDS]
+        self.dropped += dropped
+        return dropped
 
 
 def _ms(values: list[float]) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.elastic_gpu import Far
 from stretto.device.streams import InlineDevice, ThreadDevice
 from stretto.engine.build import _costs_work, _shapes, _times_key
 from stretto.engine.step_times import LEAST_POINTS, StepTimes, cached, points
@@ -292,3 +293,12 @@ def test_samples_of_an_equal_start_are_used_again(tmp_path: Path):
     for path in (tmp_path / "step_times").glob("*.json"):
         path.write_text(json.dumps([["broken"]]))
     assert cached(tmp_path, ["a", 1], measure) == (CHEAP, False)
+
+
+# ----------------------------------------------------------------------------------------------------------- benchmark
+def test_one_bad_round_removes_no_width_from_the_benchmark():
+    far = Far()
+    assert far.note({"0": 50.0, "3": 100.0, "7": 60.0, "tokens": 10.0, "elastic": 10.0}, 0.7) == []
+    assert far.note({"0": 90.0, "3": 100.0, "7": 60.0, "tokens": 10.0, "elastic": 10.0}, 0.85) == ["7"]
+    assert far.note({"0": 100.0, "3": 40.0, "tokens": 10.0, "elastic": 10.0}, 0.85) == []  # the best one, held up
+    assert far.note({"0": 90.0, "3": 100.0, "tokens": 10.0, "elastic": 10.0}, 0.85) == [] and far.dropped == ["7"]
