@@ -18,6 +18,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stretto.model.config import ConfigError
 from stretto.model.hub import resolve_model
 from stretto.model.source import WeightError
@@ -207,13 +209,15 @@ def make_drafter(asked: str, context: DrafterContext) -> Drafter:
 @contextmanager
 def _said_of(asked: str) -> Iterator[None]:
     """What is wrong with a draft checkpoint's config or weights is said of the drafter; also where a value of a wrong
-    kind in its config has got as far as the place that needs another."""
+    kind in its config has got as far as the place that needs another. A device that fails is let through."""
     try:
         yield
     except DrafterError:
         raise
     except (ConfigError, WeightError) as e:
         raise DrafterError(f"drafter {asked}: {e}") from e
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # of the device, whatever the config says
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError) as e:
         raise DrafterError(f"drafter {asked}: its config.json asks for what cannot be made ({type(e).__name__}: {e})"
                            ) from e

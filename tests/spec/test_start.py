@@ -20,6 +20,7 @@ from stretto.engine.llm import LLM
 from stretto.engine.prepare import prepare
 from stretto.model.load import load_model
 from stretto.params import SamplingParams
+from stretto.spec import registry
 from stretto.spec.context import DrafterError
 from stretto.spec.registry import drafter_sizes
 from stretto.spec.repos import open_repo
@@ -165,6 +166,18 @@ def test_odd_values_of_a_config_are_named(tiny, drafts, tmp_path, kind: str, pat
     with pytest.raises(ConfigError) as refused:
         make_runner(tiny.model, prepare(config(tiny.target.path, asked)))
     assert f"drafter {kind}" in str(refused.value) and "does not work with model" in str(refused.value)
+
+
+@pytest.mark.parametrize(("error", "passes"), [
+    (torch.OutOfMemoryError("CUDA out of memory"), True), (torch.AcceleratorError("an illegal address"), True),
+    (RuntimeError("negative dimension -3"), False)])
+def test_a_device_that_fails_is_not_the_configs_fault(monkeypatch, error: RuntimeError, passes: bool) -> None:
+    def fail(*given):
+        raise error
+    monkeypatch.setattr(registry.BUILT_IN["eagle3"], "make", fail)
+    with pytest.raises(type(error) if passes else DrafterError, match=str(error)) as raised:
+        registry.make_drafter("eagle3:somewhere", None)
+    assert isinstance(raised.value, DrafterError) != passes
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("dflash", 8), ("dspark", 7), ("eagle3", 17)])
