@@ -15,12 +15,17 @@ from pathlib import Path
 
 import pytest
 from cyclopts import CycloptsError
+from prometheus_client.parser import text_string_to_metric_families
 
 from stretto import __version__
 from stretto.cli.flags import with_table
 from stretto.cli.main import build_app
 from stretto.cli.sources import read_units, setting_names, translate_tokens
 from stretto.matrix import load
+from stretto.protocol import EngineInfo, EngineStats
+from stretto.serve.errors import REFUSALS
+from stretto.serve.metric_names import BY_PLACE, COUNTERS, GAUGES
+from stretto.serve.metrics import ServerMetrics
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -97,6 +102,38 @@ def test_links_lead_somewhere(document: Path):
     for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
         if not target.startswith(("http://", "https://", "mailto:")):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_metrics_that_are_named_exist(document: Path):
+    info = EngineInfo(model_name="m", vocab_size=1, max_model_len=1, max_num_seqs=1, kv_tokens=1, eos_token_ids=[])
+    metrics = ServerMetrics(info, "m")
+    metrics.take(EngineStats(counters=dict.fromkeys([*COUNTERS, *(f"{name}.1" for name in BY_PLACE)], 1.0),
+                             gauges=dict.fromkeys(GAUGES, 1.0)))
+    families = list(text_string_to_metric_families(metrics.render().decode()))
+    served = {family.name for family in families if family.type in ("histogram", "gauge")}
+    served |= {sample.name for family in families for sample in family.samples}
+    named = set(re.findall(r"\bstretto_[a-z0-9_]+[a-z0-9]\b", document.read_text()))
+    assert named <= served, f"{document.name} names {sorted(named - served)}"
+
+
+def test_every_error_is_in_the_table_of_errors():
+    text = (ROOT / "docs/api.md").read_text()
+    rows = re.findall(r"^\| ([0-9, ]+) \| (.*?) \|", text, re.M)
+    table = {int(status): codes for numbers, codes in rows for status in numbers.split(",")}
+    code = "".join(path.read_text() for path in sorted((ROOT / "stretto/serve").glob("*.py")))
+    statuses = {int(status) for status in re.findall(r"ApiError\((\d+)", code)} | set(REFUSALS.values())
+    assert statuses <= table.keys(), f"docs/api.md lacks {sorted(statuses - table.keys())}"
+    conflicts = {code for code, status in REFUSALS.items() if status in (409, 429, 500)}
+    assert all(f"`{code}`" in text for code in conflicts)
+
+
+def test_files_that_are_named_exist():
+    """Paths of this repository in backquotes, as far as they begin with one of its folders."""
+    folders = "tests|stretto|benchmarks|training|deploy|docs"
+    for document in DOCUMENTS:
+        for named in re.findall(rf"`((?:{folders})/[\w./-]+\.\w+)`", document.read_text()):
+            assert (ROOT / named).exists(), f"{document.name} names {named}"
 
 
 def test_the_page_of_what_works_is_up_to_date():
