@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from stretto.serve.errors import bad_request, unsupported
+from stretto.serve.errors import bad_request
+from stretto.serve.request_fields import refuse
 from stretto.serve.schemas import CountTokensRequest
 
 # chat's field -> this API's, for errors
@@ -15,7 +16,12 @@ CHAT_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "
 _OWN = frozenset(("messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking",
                   "output_config", "output_format", "service_tier", "container", "mcp_servers", "context_management",
                   "inference_geo", "betas"))
-_REFUSED = {"container": "there are no containers here", "mcp_servers": "the server calls no tools by itself",
+_NOT_SHOWN = "an answer has no place for it here; /v1/chat/completions has"
+_REFUSED = {"max_completion_tokens": "use max_tokens", "stop": "use stop_sequences",
+            "response_format": "use output_config", "n": "an answer is one message; /v1/chat/completions has it",
+            **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids",
+                             "return_tokens_as_token_ids"), _NOT_SHOWN),
+            "container": "there are no containers here", "mcp_servers": "the server calls no tools by itself",
             "context_management": "nothing of a conversation is left out"}
 
 
@@ -23,9 +29,7 @@ def to_chat(body: CountTokensRequest) -> dict[str, Any]:
     """Fields of a ChatRequest. What the Messages API does not know is handed on under its own name, so that the
     extensions of chat (min_p, seed, speculation, ...) are those of this API too. Raises ApiError."""
     extra = body.model_extra or {}
-    for name, reason in _REFUSED.items():
-        if extra.get(name):
-            raise unsupported(name, reason)
+    refuse(extra, _REFUSED)
     fields = {name: getattr(body, name) for name in type(body).model_fields if name not in _OWN}
     fields |= {name: value for name, value in extra.items() if name not in _OWN}
     messages = _system(body.system)
@@ -50,11 +54,15 @@ def _system(system: Any) -> list[dict[str, Any]]:
 def _text(blocks: list[dict[str, Any]], place: str) -> str:
     """Text blocks as one text."""
     for i, block in enumerate(blocks):
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-            raise bad_request(f"{place}[{i}] has the type {str(kind)[:64]!r}; the model reads text only",
-                              f"{place}[{i}].type", "unsupported_content")
+        _check_text(block, f"{place}[{i}]")
     return "\n".join(block["text"] for block in blocks)
+
+
+def _check_text(block: Any, place: str) -> None:
+    if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+        kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+        raise bad_request(f"{place} has the type {str(kind)[:64]!r}; the model reads text only", f"{place}.type",
+                          "unsupported_content")
 
 
 def _message(message: dict[str, Any], place: str) -> list[dict[str, Any]]:
@@ -76,7 +84,7 @@ def _message(message: dict[str, Any], place: str) -> list[dict[str, Any]]:
         elif kind in ("thinking", "redacted_thinking") and role == "assistant":
             continue  # what was thought before earlier answers is not part of the conversation
         else:
-            _text([block], at)
+            _check_text(block, at)
             texts.append({"type": "text", "text": block["text"]})
     said = texts[0]["text"] if len(texts) == 1 else texts or None
     if calls:

@@ -76,14 +76,19 @@ def _asks_nothing(name: str, value: Any) -> bool:
     return any(type(value) is type(empty) and value == empty for empty in (*_NOTHING, *ASKS_NOTHING.get(name, ())))
 
 
+def refuse(fields: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raises ApiError for the first field that asks for something and has a reason here why it cannot have it."""
+    for name, value in fields.items():
+        if name in reasons and not _asks_nothing(name, value) and (name, value) != ("n", 1):
+            raise unsupported(name, reasons[name])
+
+
 def check_fields(body: Body, strict: bool) -> list[str]:
     """Names of the fields that are ignored. Raises ApiError for a refused one, and for any unknown one if strict."""
     extra = dict(body.model_extra or {})
     if getattr(body, "suffix", None):
         extra["suffix"] = body.suffix  # type: ignore[attr-defined]
-    for name, value in extra.items():
-        if name in REFUSED and not _asks_nothing(name, value):
-            raise unsupported(name, REFUSED[name])
+    refuse(extra, REFUSED)
     unknown = [name for name in extra if name not in REFUSED and name not in ASKS_NOTHING]
     if unknown and strict:
         known = [*type(body).model_fields, *REFUSED]

@@ -6,6 +6,7 @@ import uuid
 from typing import Any
 
 from stretto.serve.errors import bad_request, unsupported
+from stretto.serve.request_fields import refuse
 from stretto.serve.schemas import ResponsesRequest
 
 # chat's field -> the field of the Responses API that it came from, for errors
@@ -14,6 +15,11 @@ CHAT_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens",
 _OWN = frozenset(("input", "instructions", "max_output_tokens", "previous_response_id", "store", "text", "reasoning",
                   "tools", "tool_choice", "include", "truncation", "background", "conversation", "prompt",
                   "max_tool_calls", "top_logprobs", "stream_options", "service_tier"))
+_NOT_SHOWN = "an answer has no place for it here; /v1/chat/completions has"
+_OTHER_NAMES = {"messages": "use input", "max_completion_tokens": "use max_output_tokens",
+                "response_format": "use text.format", "reasoning_effort": "use reasoning.effort",
+                "n": "an answer is one response; /v1/chat/completions has it",
+                **dict.fromkeys(("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"), _NOT_SHOWN)}
 INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _CALL, _CALL_OUTPUT = "function_call", "function_call_output"
 
@@ -97,6 +103,11 @@ def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> dict[str,
 
 
 def _refuse(body: ResponsesRequest) -> None:
+    extra = body.model_extra or {}
+    refuse(extra, _OTHER_NAMES)
+    if extra.get("max_tokens") is not None and body.max_output_tokens not in (None, extra["max_tokens"]):
+        raise bad_request(f"max_tokens is {extra['max_tokens']} and max_output_tokens is {body.max_output_tokens}; give"
+                          " one of them", "max_tokens")
     if body.background:
         raise unsupported("background", "an answer is made while its client waits; use stream")
     for name, reason in (("conversation", "use previous_response_id"), ("prompt", "there are no prompt templates here"),

@@ -23,8 +23,9 @@ from stretto.serve.errors import ApiError, JSONResponse, bad_request, did_you_me
 from stretto.serve.response_events import ResponseBuilder, failure_event
 from stretto.serve.response_input import CHAT_NAMES, conversation, to_chat
 from stretto.serve.response_store import ResponseStore, Stored
-from stretto.serve.schemas import ResponsesRequest
+from stretto.serve.schemas import ChatRequest, ResponsesRequest
 from stretto.serve.service import Generation, Service
+from stretto.serve.sessions import appends
 from stretto.serve.translate import answer_chunks, as_chunks, chat_body, whole_answer
 
 
@@ -92,6 +93,14 @@ def _previous(store: ResponseStore, id: str | None) -> Stored | None:
     return stored
 
 
+def _check_history(body: ResponsesRequest, chat: ChatRequest) -> None:
+    if body.previous_response_id is not None and appends(chat):
+        holder = "session.mode append" if chat.session_params is None else "session_params"
+        raise bad_request(f"previous_response_id and {holder} exclude each other: each of them puts what was said before"
+                          " in front of the input, which would then be there twice; give one of them",
+                          "previous_response_id", "unsupported_parameter")
+
+
 class _Call:
     """One response in the making."""
 
@@ -103,6 +112,7 @@ class _Call:
         fields = to_chat(body, self._messages)
         fields.setdefault("request_id", self.id)
         self.chat = chat_body(fields, CHAT_NAMES)
+        _check_history(body, self.chat)
         self._builder = ResponseBuilder(self.id, body, service.adapter(body.model) or service.names[0])
 
     async def whole(self, service: Service, generation: Generation) -> dict[str, Any]:

@@ -117,3 +117,53 @@ async def test_case_15_09_odd_values_of_nested_fields_are_the_clients_fault(path
             assert answer.status_code == 200 or 400 <= answer.status_code < 500, (body, answer.text)
             assert "internal_error" not in answer.text, (body, answer.text)
         await api.alive()
+
+
+@pytest.mark.parametrize("path, fields, param", [
+    *(("/v1/messages", {name: value}, name) for name, value in (
+        ("response_format", {"type": "json_object"}), ("stop", ["x"]), ("n", 2), ("logprobs", True),
+        ("top_logprobs", 2), ("prompt_logprobs", 0), ("return_token_ids", True), ("return_tokens_as_token_ids", True),
+        ("max_completion_tokens", 2))),
+    *(("/v1/responses", {name: value}, name) for name, value in (
+        ("response_format", {"type": "json_object"}), ("n", 2), ("prompt_logprobs", 0), ("return_token_ids", True),
+        ("return_tokens_as_token_ids", True), ("max_completion_tokens", 2), ("reasoning_effort", "low"),
+        ("messages", [{"role": "user", "content": "x"}])))], ids=str)
+async def test_what_an_answer_could_not_show_is_refused_by_its_name(path: str, fields: dict[str, Any], param: str):
+    asked = {"input": "x"} if path == "/v1/responses" else {
+        "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+    async with make_api() as api:
+        answer = await api.http.post(path, json=asked | fields)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == param and param in error["message"], answer.text
+        assert error["code"] == "unsupported_parameter"
+        nothing = {"n": 1, "logprobs": False, "response_format": None, "return_token_ids": False, "stop": []}
+        assert (await api.http.post(path, json=asked | nothing)).status_code == 200
+
+
+async def test_two_limits_of_a_response_are_told_in_its_words():
+    async with make_api() as api:
+        answer = await api.http.post("/v1/responses", json={"input": "x", "max_output_tokens": 2, "max_tokens": 3})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "max_tokens"
+    assert error["message"] == "max_tokens is 3 and max_output_tokens is 2; give one of them"
+
+
+@pytest.mark.parametrize("session", [{"session_id": "s", "session": {"mode": "append"}},
+                                     {"session_params": {"id": "s"}}], ids=str)
+async def test_a_stored_response_and_an_appended_turn_exclude_each_other(session: dict[str, Any]):
+    """Both would put the conversation in front of the input."""
+    async with make_api() as api:
+        first = (await api.http.post("/v1/responses", json={"input": "x", "max_output_tokens": 2})).json()
+        answer = await api.http.post("/v1/responses", json={
+            "input": "y", "max_output_tokens": 2, "previous_response_id": first["id"]} | session)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "previous_response_id"
+    assert next(iter(session.keys() & {"session", "session_params"})) in error["message"]
+
+
+async def test_a_block_that_is_no_text_is_named_by_its_place():
+    image = {"type": "image", "source": {}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}, image]}]
+    async with make_api() as api:
+        answer = await api.http.post("/v1/messages", json={"messages": messages, "max_tokens": 2})
+    assert answer.json()["error"]["param"] == "messages[0].content[1].type"
