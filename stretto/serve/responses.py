@@ -96,8 +96,8 @@ def _previous(store: ResponseStore, id: str | None) -> Stored | None:
 def _check_history(body: ResponsesRequest, chat: ChatRequest) -> None:
     if body.previous_response_id is not None and appends(chat):
         holder = "session.mode append" if chat.session_params is None else "session_params"
-        raise bad_request(f"previous_response_id and {holder} exclude each other: each of them puts what was said before"
-                          " in front of the input, which would then be there twice; give one of them",
+        raise bad_request(f"previous_response_id and {holder} exclude each other: each puts what was said before in"
+                          " front of the input, which would then hold it twice; give one of them",
                           "previous_response_id", "unsupported_parameter")
 
 
