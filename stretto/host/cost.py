@@ -28,6 +28,7 @@ MEASURED = 20  # runs that a size counts as having had which was measured at the
 MEASURED_SHARED = 1  # on a device that others may use as well
 PROPOSING_RATE = 0.1  # share by which a step that proposes moves what that is believed to cost; the first ones more
 PLAIN_RUNS = 8  # of a size without proposals, after which one with proposals tells what these cost
+RECENT = 32  # steps after the last one without proposals for which that holds: later, the machine may have changed
 LONG_AGO = -(1 << 30)
 TABLES = 1024  # of sizes, kept for numbers of rows
 
@@ -111,7 +112,9 @@ class CostModel:
         self._grid = np.unique([*counts, *sizes])  # where steps are observed: the device's own sizes, if it has some
         self._corrections = np.ones((2, len(self._grid)))  # of steps without and with prompt chunks
         self._plain = np.zeros_like(self._corrections, dtype=np.int64)  # runs of each size that proposed nothing
-        self._proposing: dict[int, tuple[int, float]] = {}  # by bits of the rows: steps, seconds beyond the fitted ones
+        # by bits of the rows and width: steps, seconds beyond the fitted ones, as `_scale` was 1
+        self._proposing: dict[tuple[int, int], tuple[int, float]] = {}
+        self._plain_ran = LONG_AGO  # how much had been observed when a step without proposals ran last
         self._slow, measured = (0, MEASURED_SHARED) if padded is None else (SLOW_RUNS, MEASURED)
         self._seen = np.where(np.isin(self._grid, counts), measured, 0) * np.ones((2, 1), dtype=np.int64)
         self._last = np.full_like(self._seen, LONG_AGO)  # how much had been observed when a size ran last
@@ -172,10 +175,11 @@ class CostModel:
         """Seconds that proposing so many drafts for so many rows adds to a step."""
         if not width:
             return 0.0
-        return max(0.0, self._fitted_proposing(rows, width) + self._proposing.get(rows.bit_length(), (0, 0.0))[1])
+        beyond = self._proposing.get((rows.bit_length(), width), (0, 0.0))[1]
+        return self._scale * max(0.0, self._fitted_proposing(rows, width) + beyond)
 
     def _fitted_proposing(self, rows: int, width: int) -> float:
-        return self._scale * _proposing(self._terms[3:], StepWork(rows, rows, 0, draft_width=width))
+        return _proposing(self._terms[3:], StepWork(rows, rows, 0, draft_width=width))
 
     def attending(self, pairs: np.ndarray) -> np.ndarray:
         """Seconds that so many pairs of prompt token and context cell add; [N] -> [N]."""
@@ -201,9 +205,14 @@ class CostModel:
         self._observed += 1
         self._last[kind, at] = self._observed
         if work.draft_width and self._plain[kind, at] >= PLAIN_RUNS:
-            self._observe_proposing(work, seconds)
+            if self._observed - self._plain_ran <= RECENT:
+                self._observe_proposing(work, seconds)
+            else:  # nobody knows what the step would have taken without: it is all of it that takes longer, or less
+                self._scale *= ratio**CURVE_RATE
             return predicted
-        self._plain[kind, at] += not work.draft_width
+        if not work.draft_width:
+            self._plain[kind, at] += 1
+            self._plain_ran = self._observed
         self._seen[kind, at] += 1
         runs = int(self._seen[kind, at]) - self._slow
         if runs <= 0:
@@ -217,9 +226,9 @@ class CostModel:
 
     def _observe_proposing(self, work: StepWork, seconds: float) -> None:
         """What a step that proposes takes beyond one of its size that does not."""
-        plain, key = self.seconds(work._replace(draft_width=0)), work.rows.bit_length()
+        plain, key = self.seconds(work._replace(draft_width=0)), (work.rows.bit_length(), work.draft_width)
         fitted, (runs, before) = self._fitted_proposing(work.rows, work.draft_width), self._proposing.get(key, (0, 0.0))
-        found = min(max(seconds - plain, -plain), plain) - fitted
+        found = min(max(seconds - plain, -plain), plain) / self._scale - fitted
         after = before + max(PROPOSING_RATE, 1 / (2 + runs)) * (found - before)
         self._proposing[key] = runs + 1, max(-fitted, after)
 

@@ -365,6 +365,33 @@ def test_the_cost_model_learns_that_one_size_is_slow_and_believes_it_of_no_other
     assert cost.seconds(slow) == pytest.approx(0.0088, rel=0.03)
 
 
+def test_a_machine_that_got_slower_while_every_step_proposes_makes_no_drafts_dear():
+    """Nothing runs without proposals for long: all of a step takes longer, and so does all that is foretold."""
+    cost = CostModel(profile(), MOST_TOKENS, tokens_bucket)
+    plain = StepWork(64, 512, 64 * 300)
+    both = plain._replace(draft_width=WIDTH)
+    proposals = true_seconds(both) - true_seconds(plain)
+    for work, slower, times in ((plain, 1, 12), (both, 1, 100), (both, 2, 200)):
+        for _ in range(times):
+            cost.observe(work, slower * true_seconds(work))
+    assert cost.seconds(plain) == pytest.approx(2 * true_seconds(plain), rel=0.05)
+    assert cost.proposing(64, WIDTH) == pytest.approx(2 * proposals, rel=0.1)
+    other = StepWork(8, 8, 8 * 300)
+    assert cost.seconds(other) == pytest.approx(2 * true_seconds(other), rel=0.1)
+
+
+def test_what_proposals_cost_is_learnt_beside_plain_steps_for_each_width():
+    cost = CostModel(profile(), MOST_TOKENS, tokens_bucket)
+    plain = StepWork(64, 64, 64 * 300)
+    both, before, narrow = plain._replace(draft_width=WIDTH), cost.seconds(plain), cost.proposing(64, 4)
+    dear = true_seconds(plain) + 0.002
+    for step in range(200):
+        cost.observe(*((both, dear) if step > 20 and step % 4 == 0 else (plain, true_seconds(plain))))
+    assert cost.proposing(64, WIDTH) == pytest.approx(0.002, rel=0.1)
+    assert cost.proposing(64, 4) == pytest.approx(narrow, rel=0.1), "nothing was seen of it"
+    assert cost.seconds(plain) == pytest.approx(true_seconds(plain), rel=0.02) == pytest.approx(before, rel=0.1)
+
+
 def test_a_cost_model_needs_two_sizes():
     with pytest.raises(ValueError, match="two different counts"):
         CostModel([(StepWork(1, 1, 1), 0.1)], 8)
