@@ -89,7 +89,7 @@ class Pieces:
     def token_bytes(self, token_id: int) -> bytes:
         return b"" if token_id == self.end else self._bytes[token_id]
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode_inside(self, text: str) -> list[int]:
         return list(text.encode())  # bytes are ids; nothing here depends on a better cut
 
 

@@ -54,7 +54,7 @@ class GrammarTokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def encode_inside(self, text: str) -> list[int]: ...
 
 
 class _Source:
@@ -64,11 +64,13 @@ class _Source:
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
         self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < vocab_size)
         self.eos_token_id, self.bos_token_id = eos, tokenizer.bos_token_id
-        self._encode = tokenizer.encode
+        self._encode = tokenizer.encode_inside
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text,
-                            add_special_tokens=False)
+        raw = text if isinstance(text, bytes) else text.encode()
+        ids = self._encode(raw.decode("utf-8", "replace"))
+        # Of a text that the tokenizer spells otherwise (normalised, or with an unknown token) nothing is forced.
+        return ids if b"".join(self.tokens[i] for i in ids if i < len(self.tokens)) == raw else []
 
 
 def vocabulary(tokenizer: GrammarTokenizer, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:

@@ -14,11 +14,13 @@ are found wherever their text occurs, whatever stands beside it (`cutting_tokens
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -51,6 +53,36 @@ def _hides(other: str, text: str) -> bool:
     if other != text and text in other:
         return True
     return any(other.endswith(text[:n]) for n in range(1, min(len(other), len(text))))
+
+
+def without_added_space(backend: Backend) -> Backend:
+    """The tokenizer itself; where it puts a space in front of a text, as SentencePiece does ("yes" is "▁yes"), a copy
+    that does not."""
+    steps = [json.loads(step.__getstate__()) for step in (backend.normalizer, backend.pre_tokenizer) if step]
+    if not any([_drop_space(step) for step in steps]):
+        return backend
+    state = json.loads(backend.to_str())
+    for name in ("normalizer", "pre_tokenizer"):
+        if state[name] is not None and _drop_space(state[name]) and state[name]["type"] == "Prepend":
+            state[name] = None
+    return Backend.from_str(json.dumps(state))
+
+
+def _drop_space(step: dict[str, Any]) -> bool:
+    """Takes the space in front out of a normalizer or pre-tokenizer, in place, save one that is nothing else. Whether
+    there was one."""
+    if step["type"] == "Sequence":
+        parts = next(name for name in ("normalizers", "pretokenizers") if name in step)
+        found = [_drop_space(part) for part in step[parts]]
+        step[parts] = [part for part in step[parts] if part["type"] != "Prepend"]
+        return any(found)
+    if step["type"] == "Metaspace":
+        added, step["prepend_scheme"] = step.get("prepend_scheme") != "never", "never"
+    elif step["type"] == "ByteLevel":
+        added, step["add_prefix_space"] = step.get("add_prefix_space", False), False
+    else:
+        added = step["type"] == "Prepend"
+    return added
 
 
 class Segments:

@@ -20,7 +20,7 @@ from stretto.text.detokenize import Decoder, TokenBytes, decoder_factory, decode
 from stretto.text.gguf_file import GGUFError, GGUFFile
 from stretto.text.gguf_vocab import VocabularyError, build_tokenizer, special_ids
 from stretto.text.reply_template import TemplateReply
-from stretto.text.segments import Segments
+from stretto.text.segments import Segments, without_added_space
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -46,6 +46,7 @@ class Tokenizer:
     def __init__(self, parts: TokenizerParts):
         self.backend = parts.backend
         self.segments = Segments(parts.backend)
+        self._inside = without_added_space(parts.backend)
         self.special_ids = frozenset(i for i, t in self.backend.get_added_tokens_decoder().items() if t.special)
         self.vocab_size = self.backend.get_vocab_size()  # ids with a token; a model's logits may be wider
         self._special_tokens = dict(parts.special_tokens)
@@ -71,6 +72,10 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. `add_special_tokens`: what the tokenizer puts around a text, usually BOS in front."""
         return self.segments.encode(text, add_special_tokens)
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Token ids of a text that follows another one: nothing is put around it, and no space in front."""
+        return self._inside.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids; ids without a token are left out."""

@@ -86,7 +86,7 @@ class Characters:
     def token_bytes(self, token_id: int) -> bytes:
         return b"" if token_id == EOS else self.texts[token_id].encode()
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode_inside(self, text: str) -> list[int]:
         return [self.texts.index(char) for char in text]
 
 

@@ -71,6 +71,9 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return ([BOS] if add_special_tokens else []) + list(text.encode())
 
+    def encode_inside(self, text: str) -> list[int]:
+        return self.encode(text, False)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         kept = (i for i in ids if not (skip_special_tokens and i in SPECIAL))
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")

@@ -19,10 +19,13 @@ from stretto.text.grammar import (
     check_grammar,
     compiled,
     definition,
+    is_dead,
     vocabulary,
 )
 from stretto.text.grammar_cost import MAX_REMAINDERS, remainders
+from stretto.text.tokenizer import Tokenizer, TokenizerParts
 from tests.serve.fakes import EOS, VOCAB, ByteTokenizer
+from tests.text.vocabularies import ALL
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +206,35 @@ def test_multiples_are_counted_before_they_are_built(schema: dict, states: int |
 def test_an_empty_grammar_is_refused(kind: str):
     with pytest.raises(GrammarError):
         check_grammar(Grammar(kind, ""))
+
+
+def _fits(grammar: Grammar, text: bytes) -> bool:
+    matcher = LLMatcher(LLTokenizer("byte"), definition(grammar), log_level=0, limits=LIMITS)
+    return matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+@pytest.mark.parametrize("grammar", [
+    Grammar("choice", '["yes", "no"]'), Grammar("regex", "(yes|no)"), Grammar("regex", "y[a-z]*"),
+    Grammar("json_schema", '{"const": {"the": "end"}}', whitespace=False), Grammar("lark", 'start: " the" " end"')],
+    ids=lambda grammar: grammar.source[:20])
+def test_forced_texts_get_no_space_in_front(name: str, grammar: Grammar) -> None:
+    """What is masked is what the matcher takes, and the answer is a text of the grammar to its first character."""
+    tokenizer = Tokenizer(TokenizerParts(ALL[name]()))
+    end = tokenizer.backend.token_to_id("</s>")
+    tokens, answer = vocabulary(tokenizer, tokenizer.vocab_size, [end]), b""
+    matcher = compiled(grammar, tokens)
+    if name == "metaspace" and grammar.kind == "json_schema":  # no token has a brace, and no bytes stand for it
+        assert is_dead(matcher)
+        return
+    for _ in range(30):
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        allowed = [int(i) for i in np.flatnonzero(mask)]
+        assert allowed and not matcher.get_error()
+        if end in allowed:
+            break
+        assert all(matcher.deep_copy().try_consume_tokens([i]) == 1 for i in allowed[:40])
+        assert all(matcher.deep_copy().try_consume_tokens([i]) == 1 for i in matcher.compute_ff_tokens()[:1])
+        matcher.try_consume_tokens(allowed[:1])
+        answer += tokenizer.token_bytes(allowed[0])
+    assert matcher.is_accepting() and _fits(grammar, answer)
