@@ -167,7 +167,7 @@ def load_parts(prepared: Prepared, shard: RankShard | None = None, progress: Pro
                        fixed=resolved.config.model.deterministic, adapters=bank, shard=shard)
     if clock:
         clock.lap("weights")
-    runner, _ = make_runner(model, prepared)
+    runner, _ = make_runner(model, prepared, shard)
     runner.adapters = bank
     half = make_device(runner, resolved.depth > 0, not resolved.config.schedule.enforce_eager)
     if clock:
@@ -243,7 +243,8 @@ class _Clock:
         self.timings[phase], self.last = now - self.last, now
 
 
-def make_runner(model: CausalModel, prepared: Prepared) -> tuple[Runner, AttentionBackend]:
+def make_runner(model: CausalModel, prepared: Prepared,
+                shard: RankShard | None = None) -> tuple[Runner, AttentionBackend]:
     """The device half's step for a loaded model, its drafter loaded. Raises compat.ConfigError where the layers, now
     known for certain, need what no backend has, or differ from the groups that the memory was planned for."""
     resolved, drafter = prepared.resolved, prepared.facts.drafter if prepared.resolved.drafter else None
@@ -265,7 +266,7 @@ def make_runner(model: CausalModel, prepared: Prepared) -> tuple[Runner, Attenti
     runner = Runner(model, backend, kv, table, width=resolved.speculation_tokens)
     runner.reporting = Reporting.of(resolved.config.sampling.logprobs_mode)
     if drafter is not None and drafter.caps.where == "device":
-        _load_drafter(runner, prepared)
+        _load_drafter(runner, prepared, shard)
     if resolved.host_pages:
         _keep_on_host(runner, resolved)
     return runner, backend
@@ -292,10 +293,11 @@ def _processors(table: SlotTable, vocab_size: int, resolved: Resolved) -> Custom
     return CustomProcessors(len(table.log), table.device, registry, vocab_size)
 
 
-def _load_drafter(runner: Runner, prepared: Prepared) -> None:
+def _load_drafter(runner: Runner, prepared: Prepared, shard: RankShard | None) -> None:
     """Raises compat.ConfigError, naming both sides."""
     resolved, asked = prepared.resolved, str(prepared.resolved.drafter)
     context = runner.drafting.context(resolved.speculation_tokens, resolved.max_model_len, prepared.target)
+    context = replace(context, shard=shard or context.shard)
     try:
         runner.adopt(make_drafter(asked, context))
     except (DrafterError, WeightError) as e:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import torch
 
 from stretto.attn.api import AttentionBackend, GroupSpec, LayerSpec
 from stretto.model.api import CausalModel
+from stretto.model.shard import Shard
 from stretto.ops.fp8 import KVScales
 from stretto.spec.api import Choose, Drafter, DrafterCaps, SlotView
 
@@ -82,6 +83,7 @@ class DrafterContext:
     attention: AttentionBackend | None = None
     own_kv: Callable[[Sequence[LayerSpec]], DraftKV] | None = None
     seam: Callable[[str], torch.Tensor] | None = None  # tap name -> [S, E]: taps of position len-1 before the step
+    shard: Shard = field(default_factory=Shard)  # each rank has a drafter of its own, and all of them the same steps
 
 
     def lent_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -1,8 +1,12 @@
-"""A third party's drafter behind a guard: it may be wrong in any way, and costs drafts then, never text or the engine.
+"""A third party's drafter behind a guard: it may be wrong in any way, and costs drafts then, never text or the engine
+(on ranks with one exception).
 
     at start    what it raises, and what it returns of a wrong kind, is a refusal that names it
     later       a step in which it raises or returns nonsense is offered nothing; that is logged and counted, as
                 `drafter_faults`. Of ids that the target does not know, those before the first one are offered.
+    on ranks    each has a drafter of its own; a row for which they differ, as where only one of them has raised, is
+                offered nothing on any of them. What the ranks make together, as logits, it must ask for on all of them
+                or on none: else they wait for each other, and the engine ends
 
 Built-in drafters go without: on a device each check of values is a launch.
 """
@@ -18,6 +22,7 @@ from typing import Any, cast
 import torch
 
 from stretto.attn.api import LayerSpec
+from stretto.model.shard import Shard
 from stretto.ragged import RaggedStep
 from stretto.spec.api import Drafter, DrafterCaps, Offer, SlotView
 from stretto.spec.context import DrafterContext, DrafterError, DrafterKind, DrafterSizes, DraftKV, Target
@@ -57,7 +62,7 @@ class Plugin:
         if own != declared.caps:
             raise DrafterError(f"drafter {self._name} declares {_difference(declared.caps, own)} before it is made than"
                                " after: both must be what it does")
-        return GuardedDrafter(self._name, cast(Drafter, drafter), context.vocab_size)
+        return GuardedDrafter(self._name, cast(Drafter, drafter), context.vocab_size, context.shard)
 
     def host(self, settings: str, vocab_size: int | None = None) -> Propose:
         """`vocab_size`: of the target; None: not known yet."""
@@ -136,8 +141,8 @@ class _Faults:
 class GuardedDrafter:
     """`spec.api.Drafter`."""
 
-    def __init__(self, name: str, drafter: Drafter, vocab_size: int):
-        self.caps, self._drafter, self._vocab_size = drafter.caps, drafter, vocab_size
+    def __init__(self, name: str, drafter: Drafter, vocab_size: int, shard: Shard | None = None):
+        self.caps, self._drafter, self._vocab_size, self._shard = drafter.caps, drafter, vocab_size, shard or Shard()
         self._faults, self._ingested = _Faults(name), True
 
     @property
@@ -151,14 +156,27 @@ class GuardedDrafter:
             self._ingested = True
 
     def propose(self, step: RaggedStep, view: SlotView, width: int) -> Offer:
+        offer = self._own(step, view, min(width, self.caps.max_width))
+        return offer if self._shard.ranks == 1 else self._agreed(offer, min(width, self.caps.max_width))
+
+    def _own(self, step: RaggedStep, view: SlotView, width: int) -> Offer:
         """Nothing after an ingest that failed: what it remembers may be half written."""
-        width = min(width, self.caps.max_width)
         if self._ingested:
             with self._guarded("propose", step):
                 return self._checked(self._drafter.propose(step, view, width), step, width)
         device = step.slots.device
         return Offer(torch.zeros(len(step.slots), width, dtype=torch.int64, device=device),
                      torch.zeros(len(step.slots), dtype=torch.int32, device=device))
+
+    def _agreed(self, offer: Offer, width: int) -> Offer:
+        """What all ranks offer: a result must be the same on each of them."""
+        rows, columns = offer.ids.shape
+        ids = torch.where(torch.arange(columns, device=offer.ids.device) < offer.width[:, None], offer.ids, 0)
+        mine = torch.zeros(rows, 1 + width, device=ids.device)  # float32, as logits: exact for ids below 2 ** 24
+        mine[:, 0], mine[:, 1 : 1 + columns] = offer.width, ids
+        all_of_them = self._shard.join(mine).view(rows, self._shard.ranks, 1 + width)
+        same = (all_of_them == all_of_them[:, :1]).all(2).all(1)
+        return Offer(torch.where(same[:, None], ids, 0), torch.where(same, offer.width, 0))
 
     @contextmanager
     def _guarded(self, method: str, step: RaggedStep) -> Iterator[None]:

@@ -94,6 +94,18 @@ def test_two_ranks_give_the_text_of_one(tmp_path: Path, family: str, drafts: int
         assert run.counters["mixed_steps"] > 0 and (run.counters["drafted"] > 0) == bool(drafts)
 
 
+@pytest.mark.parametrize("faulty", [(1,), (0, 1)], ids=["rank-1", "both"])
+def test_a_third_partys_drafter_that_fails_on_a_rank_costs_drafts_alone(tmp_path: Path, faulty: tuple[int, ...]):
+    oracle = Oracle(None, save_tiny(tmp_path, "llama"))  # type: ignore[arg-type]
+    with engine(Tiny(tmp_path, drafts=3, faulty=faulty)) as core:
+        run = Run(core)
+        for i, prompt in enumerate(PROMPTS):
+            run.submit(f"{i}", prompt, greedy(TOKENS))
+        run.finish()
+        assert [run.ids(f"{i}") for i in range(len(PROMPTS))] == [oracle.answer(p, TOKENS) for p in PROMPTS]
+        assert run.counters["drafted"] > 0 and ("drafter_faults" in core.device.counts()) == (0 in faulty)
+
+
 @pytest.mark.full
 def test_ranks_copy_their_part_of_a_page_to_host_memory_and_back(tmp_path: Path):
     """How long that takes is each rank's own affair, and no part of what they must agree on."""
