@@ -13,6 +13,7 @@ Flags have vLLM's names where vLLM has the flag. The string below a field is its
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -382,6 +383,11 @@ def parse_size(text: str) -> int:
 def parse_count(text: str) -> int:
     """A number of tokens: "8192", "8k" (8000), "8K" (8192); vLLM reads both the same way."""
     return _parse(text, _COUNT_UNITS, text.strip(), "8192, 8k (8000) or 8K (8192)")
+
+
+READ_AS: dict[str, Callable[[str], int]] = {  # options that may be written for people
+    **dict.fromkeys(("max_model_len", "kv_tokens", "max_num_batched_tokens", "chunk_size"), parse_count),
+    **dict.fromkeys(("kv_memory", "kv_host_bytes"), parse_size)}
 
 
 def _parse(text: str, units: dict[str, int], cleaned: str, examples: str) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from numbers import Integral, Real
 from typing import Any
 
 import msgspec
@@ -28,6 +29,12 @@ MAX_PROCESSOR_BYTES = 1 << 18  # of the parameters of one, and of its code
 _RANGES = (("temperature", 0.0, 1e6), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("repetition_penalty", 0.0, 1e6),
            ("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0), ("top_k", -1, 2**31 - 1),
            ("min_tokens", 0, 2**31 - 1))
+
+
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_INTEGERS = ("top_k", "min_tokens", "n")
+_INTEGERS_OR_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "speculation")
+_LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_processors")
 
 
 class ParameterError(ValueError):
@@ -67,7 +74,9 @@ class ProcessorUse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Defaults are those of the OpenAI API, except temperature and top_p, which a model's generation_config may set."""
+    """Defaults are those of the OpenAI API, except temperature and top_p, which a model's generation_config may set.
+
+    Made without any check: limits are those of the engine that a request goes to, which refuses it by `check`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -97,6 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def check(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
         """Raises ParameterError, naming the field, the value and the limit. max_logprobs: the server's limit; -1: the
         vocabulary."""
+        self.check_types()
         self._check_ranges()
         self._check_logprobs(vocab_size, max_logprobs)
         if not 1 <= self.n <= MAX_CHOICES:
@@ -120,6 +130,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for value in self.logit_bias.values():
             if not (math.isfinite(value) and -100 <= value <= 100):
                 raise ParameterError("logit_bias", f"a bias is {value}; it must lie in -100..100")
+
+    def check_types(self) -> None:
+        """Raises ParameterError for a value of another type than its field is of."""
+        for names, kind, word in ((_NUMBERS, Real, "a number"), (_INTEGERS, Integral, "an integer"),
+                                  (_INTEGERS_OR_NONE, (Integral, type(None)), "an integer or None"),
+                                  (_LISTS, (tuple, list), "a tuple")):
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, kind) or isinstance(value, bool):  # type: ignore[arg-type]
+                    raise ParameterError(name, f"{name} is {str(value)[:64]!r} ({type(value).__name__}); it must be"
+                                               f" {word}")
 
     def _check_restrictions(self, vocab_size: int) -> None:
         self._check_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)

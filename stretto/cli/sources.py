@@ -24,11 +24,12 @@ from stretto.cli.aliases import (
     SPELLINGS,
     Told,
     as_setting,
+    our_value,
     translate,
     translate_tokens,
 )
 from stretto.cli.failures import UsageError
-from stretto.config import Config, parse_count, parse_size
+from stretto.config import READ_AS, Config
 
 PREFIX = "STRETTO_"
 OTHER_VARIABLES = frozenset({"STRETTO_CACHE", "STRETTO_CONFIG"})  # read elsewhere
@@ -72,10 +73,12 @@ def gather(tokens: Sequence[str], environment: Mapping[str, str], config_file: P
         return settings  # variables may well be those of the server on the same machine
     told = Told(settings.notes, [])
     settings.tokens = translate_tokens(tokens, told)
-    settings.variables = read_variables(environment, told)
+    unset = frozenset(told.unset)
+    settings.variables = _without(unset, read_variables(environment, told))
+    unset = frozenset(told.unset)
     if config_file is not None:
         settings.file_name = str(config_file)
-        settings.file = read_file(config_file, told)
+        settings.file = _without(unset, read_file(config_file, told))
     if tokens and tokens[0] not in SERVER_COMMANDS:
         server_only = setting_names() - setting_names(server=False)
         for source in (settings.variables, settings.file):
@@ -86,6 +89,11 @@ def gather(tokens: Sequence[str], environment: Mapping[str, str], config_file: P
         raise UsageError("\n".join(f"{note} (refused by --strict)" for note in told.void))
     settings.notes += told.void
     return settings
+
+
+def _without(flags: frozenset[str], settings: dict[str, object]) -> dict[str, object]:
+    """Settings without those for which a source of more weight asks for the default."""
+    return {name: value for name, value in settings.items() if "--" + name.replace("_", "-") not in flags}
 
 
 def _is_strict(settings: Settings) -> bool:
@@ -116,8 +124,8 @@ def read_variables(environment: Mapping[str, str], told: Told) -> dict[str, obje
             told.void.append(f"the variable {variable} is not a setting{_suggestion(name, known, PREFIX)}")
         elif name in ("allowed_origins", "api_key", "admin_api_key", "served_model_name"):
             found[name] = [part for part in re.split(r"[,\s]+", value) if part]
-        else:
-            found[name] = value
+        elif (ours := our_value("--" + name.replace("_", "-"), value, told)) is not None:
+            found[name] = ours
     return found
 
 
@@ -153,7 +161,8 @@ def read_mapping(data: Mapping[Any, object], source: str, told: Told) -> dict[st
 def _file_entry(path: str, key: str, value: object, told: Told) -> list[tuple[str, object]]:
     known, name = setting_names(), key.replace("-", "_")
     if name in known:
-        return [(name, value)]
+        ours = our_value("--" + name.replace("_", "-"), str(value), told)
+        return [] if ours is None else [(name, value if ours == str(value) else ours)]
     if name == "spec" and isinstance(value, dict):
         return [entry for part, inner in value.items() for entry in _file_entry(path, f"spec.{part}", inner, told)]
     flag = "--" + key.replace("_", "-")
@@ -175,8 +184,7 @@ def _suggestion(name: str, known: frozenset[str], prefix: str = "") -> str:
 
 
 # -------------------------------------------------------------------------------------------- numbers for people
-UNITS = {"--max-model-len": parse_count, "--kv-tokens": parse_count, "--max-num-batched-tokens": parse_count,
-         "--chunk-size": parse_count, "--kv-memory": parse_size, "--kv-host-bytes": parse_size}
+UNITS = {"--" + name.replace("_", "-"): parse for name, parse in READ_AS.items()}
 
 
 def read_units(app: object, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from stretto.config import Config
 from stretto.engine.build import build_core
 from stretto.engine.inprocess import InProcessEngine
-from stretto.engine.llm import GenerationError, Message, Prompt, make_config
+from stretto.engine.llm import GenerationError, Message, Prompt, make_config, prompt_tokens
 from stretto.engine.locate import configured_tokenizer
 from stretto.engine.prepare import prepare
 from stretto.params import SamplingParams
@@ -53,7 +53,7 @@ class AsyncLLM:
                  adapter: str | None = None) -> AsyncIterator[Output]:
         """Outputs of every choice as they come. Closing the iterator aborts the request. `session`: whose turn it is.
         Raises RequestError."""
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = prompt_tokens(self.tokenizer, prompt)
         return self.engine.generate(Request(rid=request_id or uuid.uuid4().hex, tokens=tokens,
                                             sampling=sampling or SamplingParams(), arrival=time.monotonic(),
                                             session=session, adapter=adapter))
@@ -71,7 +71,7 @@ class AsyncLLM:
         return unit_vectors(await asyncio.gather(*(self._vector(text, pooling) for text in texts)), dimensions)
 
     async def _vector(self, text: Prompt, pooling: Literal["last", "mean"] | None) -> bytes:
-        tokens = self.tokenizer.encode(text) if isinstance(text, str) else list(text)
+        tokens = prompt_tokens(self.tokenizer, text)
         request = Request(rid=uuid.uuid4().hex, tokens=tokens, sampling=SamplingParams(max_tokens=0),
                           pooling=pooling or self.info.pooling,
                           arrival=time.monotonic(), want_text=False)

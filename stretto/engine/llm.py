@@ -8,26 +8,29 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from stretto.config import Config
+from stretto.config import READ_AS, Config
 from stretto.engine.build import build_core
 from stretto.engine.core import EngineCore
 from stretto.engine.locate import configured_tokenizer
 from stretto.engine.prepare import Prepared, prepare
-from stretto.params import SamplingParams
+from stretto.params import ParameterError, SamplingParams
 from stretto.protocol import (
     Action,
     BranchSession,
     CloseSession,
+    EngineDead,
     EngineInfo,
     GetSession,
     OpenSession,
@@ -44,7 +47,7 @@ from stretto.text.grammar import GrammarError, check_grammar
 from stretto.text.tokenizer import Tokenizer
 from stretto.vectors import unit_vectors
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
 Message = Mapping[str, Any]
 
 
@@ -76,8 +79,11 @@ class GenerationError(RuntimeError):
 
 
 def make_config(model: str | None, options: Mapping[str, Any]) -> Config:
-    """A Config from flat options, named as the fields of its sections. Raises TypeError for one that is none."""
-    config, left = Config(), dict(options)
+    """A Config from flat options, named as the fields of its sections; sizes and counts as the flags take them, "4GiB"
+    and "8K". Raises TypeError for one that is none, ValueError for a text that is no number."""
+    config = Config()
+    left = {name: READ_AS[name](value) if name in READ_AS and isinstance(value, str) else value
+            for name, value in options.items()}
     if model is not None:
         left["model"] = model
     for section in fields(Config):
@@ -90,8 +96,24 @@ def make_config(model: str | None, options: Mapping[str, Any]) -> Config:
     return config
 
 
+def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """The prompt's token ids. Raises TypeError, which shows what was given, for what is no `Prompt`."""
+    if isinstance(prompt, Mapping):
+        if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+            raise TypeError("a prompt as a mapping has either 'prompt' or 'prompt_token_ids' and nothing else; this one has"
+                            f" {', '.join(map(repr, prompt)) or 'nothing'}")
+        (prompt,) = prompt.values()
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    if not isinstance(prompt, (Sequence, np.ndarray)) or not all(isinstance(token, Integral) for token in prompt):
+        raise TypeError(f"a prompt is a text or a list of token ids, not {str(prompt)[:64]!r}"
+                        f" ({type(prompt).__name__})")
+    return [int(token) for token in prompt]
+
+
 class LLM:
-    """A model and its engine, stepped on the caller's thread. Not thread-safe; `AsyncLLM` is for concurrent callers.
+    """A model and its engine, stepped on the caller's thread. Several threads may use one: what they ask for at the
+    same time runs in the same steps, which one of them drives at a time. `AsyncLLM` is for asyncio.
 
     Options are the fields of the sections in `stretto.config`, such as max_model_len=4096 or speculation="ngram"."""
 
@@ -104,6 +126,8 @@ class LLM:
                                                          self.prepared.tokenizer_path)
         self._serial = itertools.count()
         self._readers: dict[str, deque[Output]] = {}
+        self._lock = threading.RLock()  # of the engine and of what its outputs are sorted into
+        self._closed = False
 
     @property
     def info(self) -> EngineInfo:
@@ -117,7 +141,15 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        self.core.close()
+        """Ends the engine. Whatever is asked of it afterwards raises EngineDead."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.core.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("this LLM has been closed, by close() or at the end of its `with`; make another one")
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  sampling: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -150,6 +182,8 @@ class LLM:
         tokens = [self._tokens(text) for text in self._listed(texts)]
         requests = [msgspec.structs.replace(request, pooling=pooling or self.info.pooling, want_text=False)
                     for request in self._requests(tokens, SamplingParams(max_tokens=0))]
+        if not requests:
+            return np.zeros((0, 0), np.float32)
         found = {output.rid: output.embedding or b"" for output in self._run(requests)}
         return unit_vectors([found[request.rid] for request in requests], dimensions)
 
@@ -161,8 +195,10 @@ class LLM:
     def manage(self, action: Action) -> list[SessionInfo]:
         """Opens, shows, branches, rewinds or closes sessions; loads and unloads adapters (see stretto.protocol). Raises
         RequestError."""
-        sessions, outputs = self.core.manage(action)
-        self._sort(outputs)
+        with self._lock:
+            self._check_open()
+            sessions, outputs = self.core.manage(action)
+            self._sort(outputs)
         return sessions
 
     def open_session(self, sid: str | None = None, **options: Any) -> Conversation:
@@ -173,12 +209,14 @@ class LLM:
 
     @staticmethod
     def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            return [prompts]  # type: ignore[list-item]
-        return list(prompts)  # type: ignore[arg-type]
+        if isinstance(prompts, (str, Mapping)):
+            return [prompts]
+        if not isinstance(prompts, Sequence):
+            raise TypeError(f"prompts are a text, token ids, or a list of such, not {type(prompts).__name__}")
+        return [prompts] if prompts and isinstance(prompts[0], Integral) else list(prompts)  # type: ignore[list-item, arg-type]
 
     def _tokens(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return prompt_tokens(self.tokenizer, prompt)
 
     def _requests(self, prompts: list[list[int]],
                   sampling: SamplingParams | Sequence[SamplingParams] | None,
@@ -187,12 +225,18 @@ class LLM:
         each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(each)} sampling parameters: give one, or one for each")
+        for params in {id(one): one for one in each}.values():
+            try:
+                params.check_types()
+            except ParameterError as e:
+                raise RequestError(str(e), param=e.param) from e
         for grammar in dict.fromkeys(params.grammar for params in each if params.grammar is not None):
             try:
                 check_grammar(grammar)
             except GrammarError as e:
                 raise RequestError(str(e), param="grammar", code="invalid_grammar") from e
         turns = list(session) if isinstance(session, Sequence) else [session] + [None] * (len(prompts) - 1)
+        turns = turns if prompts else []
         if len(turns) != len(prompts) or (session is not None and not isinstance(session, Sequence) and len(turns) > 1):
             raise ValueError(f"{len(prompts)} prompts and {len(turns)} turns of sessions: give one for each prompt")
         named = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
@@ -208,12 +252,14 @@ class LLM:
         unfinished = {request.rid: request.sampling.n for request in requests}
         mine: deque[Output] = deque()
         try:
-            for request in requests:
-                self.core.submit(request)
-                self._readers[request.rid] = mine
+            with self._lock:
+                self._check_open()
+                for request in requests:
+                    self.core.submit(request)
+                    self._readers[request.rid] = mine
             while unfinished:
                 while not mine:
-                    self._step()
+                    self._step(mine)
                 output = mine.popleft()
                 if output.finish_reason is not None:
                     unfinished[output.rid] -= 1
@@ -225,13 +271,18 @@ class LLM:
                     raise GenerationError(output.error or "the engine failed")
                 yield output
         finally:
-            for request in requests:
-                self._readers.pop(request.rid, None)
-            for rid in unfinished:
-                self._sort(self.core.abort(rid))
+            with self._lock:
+                for request in requests:
+                    self._readers.pop(request.rid, None)
+                for rid in () if self._closed else unfinished:
+                    self._sort(self.core.abort(rid))
 
-    def _step(self) -> None:
-        self._sort(self.core.step())
+    def _step(self, mine: deque[Output]) -> None:
+        """A step, unless another thread's has filled `mine` in the meantime."""
+        with self._lock:
+            self._check_open()
+            if not mine:
+                self._sort(self.core.step())
 
     def _sort(self, outputs: list[Output]) -> None:
         for output in outputs:

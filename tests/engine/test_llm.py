@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from stretto.engine.async_llm import AsyncLLM
-from stretto.engine.llm import LLM
+from stretto.engine.llm import LLM, make_config
 from stretto.logit_processors import CustomLogitProcessor
 from stretto.params import Grammar, ProcessorUse, SamplingParams
-from stretto.protocol import CloseSession, GetSession, RequestError, SessionTurn
+from stretto.protocol import CloseSession, EngineDead, GetSession, RequestError, SessionTurn
 from tests.engine.small import VOCAB, save_tiny
 from tests.text.vocabularies import byte_level
 
@@ -248,3 +249,56 @@ def test_the_modes_of_the_sampler(folder, llm: LLM) -> None:
         got = other.generate("hello", sampling)[0]
         assert got.usage.accepted_tokens == got.usage.drafted_tokens > 0  # the target itself proposes
         assert other.generate("hello", GREEDY)[0].token_ids == llm.generate("hello", GREEDY)[0].token_ids
+
+
+def test_after_its_end_an_engine_says_so(folder) -> None:
+    """It used to wait for ever for the result of a step that nobody would run."""
+    with LLM(str(folder), **OPTIONS) as llm:
+        begun = llm.stream("hello there", GREEDY)
+        next(begun)
+    llm.close()  # a second time: nothing
+    for ask in (lambda: llm.generate("hello", GREEDY), lambda: next(llm.stream("hello", GREEDY)),
+                lambda: list(begun), lambda: llm.embed("hello"), lambda: llm.open_session()):
+        with pytest.raises(EngineDead, match="has been closed"):
+            ask()
+
+
+def test_several_threads_share_an_engine(llm: LLM) -> None:
+    prompts = [f"number {i}" for i in range(6)]
+    alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        together = list(pool.map(lambda prompt: [llm.generate(prompt, GREEDY)[0].token_ids for _ in range(4)], prompts))
+    assert together == [[ids] * 4 for ids in alone]
+    assert llm.generate(prompts[0], GREEDY)[0].token_ids == alone[0]
+
+
+def test_prompts_in_every_form(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("hello there")
+    (wanted,) = llm.generate("hello there", GREEDY)
+    for prompt in ({"prompt": "hello there"}, {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}],
+                   [np.array(ids)], list(np.array(ids))):
+        assert [one.token_ids for one in llm.generate(prompt, GREEDY)] == [wanted.token_ids]
+    assert llm.generate([]) == [] and llm.embed([]).shape[0] == 0
+    for wrong, words in ((None, "NoneType"), (["a", 5], "'5' .int."), ([5, "a"], "list"), (7, "int"),
+                         ([None], "NoneType"), ({"prompt": "x", "multi_modal_data": 3}, "multi_modal_data"),
+                         ({}, "nothing")):
+        with pytest.raises(TypeError, match=words):
+            llm.generate(wrong, GREEDY)
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"max_tokens": "a"}, "max_tokens is 'a' .str.; it must be an integer"), ({"seed": "x"}, "seed"),
+    ({"temperature": "1"}, "temperature is '1'"), ({"n": 1.5}, "n is '1.5'"), ({"top_k": None}, "top_k"),
+    ({"stop": "END"}, "stop is 'END' .str.; it must be a tuple"), ({"temperature": -1}, "temperature is -1"),
+    ({"top_p": 2}, "top_p is 2")], ids=str)
+def test_parameters_of_another_type_are_named(llm: LLM, fields: dict, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        llm.generate("hello", SamplingParams(**fields))
+
+
+def test_options_are_read_as_flags_are() -> None:
+    config = make_config("m", {"max_model_len": "1K", "kv_host_bytes": "2MiB", "chunk_size": 64})
+    assert config.model.max_model_len == 1024 and config.kv.kv_host_bytes == 2 << 20
+    assert config.schedule.chunk_size == 64
+    with pytest.raises(ValueError, match="'many' is not a number as in 8192"):
+        make_config("m", {"max_model_len": "many"})
