@@ -12,9 +12,10 @@ No torch in this module.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stretto.cli.failures import UsageError
 
@@ -45,6 +46,7 @@ def _never(why: str, *harmless: str) -> Foreign:
     return Foreign(why, True, frozenset(harmless))
 
 
+LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")  # vLLM's longest and shortest n-gram that is looked up
 DRAFT_MODEL = "--speculation's model"  # stands for their own flag until it is joined with the drafter's name
 DRAFT_STEPS = "--speculation-tokens, if no other says it"
 
@@ -91,11 +93,20 @@ ALIASES: Mapping[str, Alias] = {
 }
 
 # Other names of values of flags that are ours as well.
-VALUES: Mapping[str, Mapping[str, str]] = {"--kv-cache-dtype": {"fp8": "fp8_e4m3", "bf16": "bfloat16"}}
+VALUES: Mapping[str, Mapping[str, str]] = {"--kv-cache-dtype": {"fp8": "fp8_e4m3", "bf16": "bfloat16"},
+                                            "--dtype": {"half": "float16", "float": "float32"}}
+# Values of such flags that ask for our default, which has no word of its own here.
+DEFAULTS: Mapping[str, Mapping[str, str]] = {"--max-model-len": dict.fromkeys(
+    ("auto", "-1"), "the model's context, or what the KV memory holds of it, is what an unset one gives")}
 
 _TOOLS = "how a model writes calls and reasoning is read from its chat template"
+_CHUNKS = "prompts are always fed in chunks; --chunk-size may be as large as a step"
 _ONE_DEVICE = "replicas are servers of their own, with a router in front"
 _LOGS = "texts of requests are never logged; each finished call has a line, and --access-log adds HTTP requests"
+_GRAPHS = "the sizes of CUDA graphs follow from --max-num-seqs; --enforce-eager makes none"
+_COMPILED = "kernels are compiled before they are used, whatever the settings"
+_HOSTS = "torchrun starts the ranks of several hosts (docs/scaling.md)"
+_PUT_BACK = "what the KV memory cannot hold is put back, and goes on later with the same text"
 _HOST_TIER = "host memory for the KV cache has a size with a unit: --kv-host-bytes 32GiB"
 
 ALWAYS: Mapping[str, Foreign] = {  # whatever their value
@@ -131,8 +142,8 @@ REFUSED: Mapping[str, Foreign] = {
     "--pp-size": _never("one device runs all layers", "1"),
     "--data-parallel-size": _never(_ONE_DEVICE, "1"),
     "--dp-size": _never(_ONE_DEVICE, "1"),
-    "--no-enable-chunked-prefill": Foreign("prompts are always fed in chunks; --chunk-size may be as large as a step",
-                                           False),
+    "--no-enable-chunked-prefill": Foreign(_CHUNKS, False),
+    "--no-chunked-prefill": Foreign(_CHUNKS, False),
     "--speculative-eagle-topk": _never("drafts are chains, not trees", "1"),
     "--attention-backend": _never("it follows from the device; `stretto explain` shows which", "auto"),
     "--sampling-backend": _never("there is one sampler for all rows"),
@@ -145,8 +156,22 @@ REFUSED: Mapping[str, Foreign] = {
     "--runner": _never("text and embeddings are served at the same time", "auto", "generate", "pooling"),
     "--convert": _never("text and embeddings are served at the same time", "auto", "none", "embed"),
     "--override-generation-config": _never("defaults are the model's (--generation-config auto) or OpenAI's (none)"),
-    "--compilation-config": _never("kernels are compiled before they are used, whatever the settings"),
-    "--enable-torch-compile": Foreign("kernels are compiled before they are used, whatever the settings", False),
+    "--compilation-config": _never(_COMPILED),
+    "-O": _never(_COMPILED),
+    "--enable-torch-compile": Foreign(_COMPILED, False),
+    "--torch-compile-max-bs": _never(_COMPILED),
+    "--cuda-graph-max-bs": _never(_GRAPHS),
+    "--cuda-graph-bs": _never(_GRAPHS),
+    "--cudagraph-capture-sizes": _never(_GRAPHS),
+    "--max-seq-len-to-capture": _never(_GRAPHS),
+    "--schedule-conservativeness": _never(_PUT_BACK),
+    "--preemption-mode": _never(_PUT_BACK, "recompute"),
+    "--num-gpu-blocks-override": _never("the size of the KV cache is --kv-tokens or --kv-memory"),
+    "--distributed-executor-backend": _never("ranks of one host are processes of their own", "mp"),
+    "--nnodes": _never(_HOSTS, "1"),
+    "--node-rank": _never(_HOSTS, "0"),
+    "--dist-init-addr": _never(_HOSTS),
+    "--limit-mm-per-prompt": _never("text alone is served, no images or audio"),
     "--hf-overrides": _never("a model is what its config.json says"),
     "--rope-scaling": _never("a model is what its config.json says"),
     "--enable-sleep-mode": Foreign("an idle server keeps its memory", False),
@@ -159,10 +184,12 @@ Pair = tuple[str, str | None]  # a flag of ours, and its value where it takes on
 
 @dataclass
 class Told:
-    """What the user is told of a translation. `void`: of what means nothing here; an error under --strict."""
+    """What the user is told of a translation. `void`: of what means nothing here; an error under --strict. `unset`:
+    flags that were given a word for their default, which sources of less weight may not set then."""
 
     notes: list[str]
     void: list[str]
+    unset: set[str] = field(default_factory=set)
 
 
 def translate_tokens(tokens: Sequence[str], told: Told) -> list[str]:
@@ -175,7 +202,7 @@ def translate_tokens(tokens: Sequence[str], told: Told) -> list[str]:
         if token == "--":
             ours += [(token, None), *((left, None) for left in rest)]
             break
-        flag, equals, value = token.partition("=")
+        flag, equals, value = _parts(token)
         if _takes_value(flag) and not equals:
             value = next(rest, "")
         try:
@@ -190,13 +217,19 @@ def translate_tokens(tokens: Sequence[str], told: Told) -> list[str]:
     return accepted
 
 
+def _parts(token: str) -> tuple[str, str, str]:
+    """A flag, "=" where its value is in the same token, and that value. vLLM's -O3 is -O=3."""
+    level = re.fullmatch(r"-O(\d+|[.=].*)", token)
+    return ("-O", "=", level[1]) if level else token.partition("=")
+
+
 class _Refusal(UsageError):
     """A flag that has no counterpart."""
 
 
 def _takes_value(flag: str) -> bool:
     entry = ALIASES.get(flag) or ALWAYS.get(flag) or REFUSED.get(flag)
-    return flag == "--speculative-config" or flag in VALUES or (entry is not None and entry.takes_value)
+    return flag in {"--speculative-config", *VALUES, *DEFAULTS} or (entry is not None and entry.takes_value)
 
 
 def _join_drafter(pairs: list[Pair]) -> list[Pair]:
@@ -229,11 +262,9 @@ def translate(flag: str, value: str, told: Told) -> list[Pair] | None:
         return []
     if flag == "--speculative-config":
         return _speculative_config(value, told)
-    if flag in VALUES:
-        ours = VALUES[flag].get(value, value)
-        if ours != value:
-            told.notes.append(f"{flag} {value} is read as {flag} {ours}")
-        return [(flag, ours)]
+    if flag in VALUES or flag in DEFAULTS:
+        ours = our_value(flag, value, told)
+        return [] if ours is None else [(flag, ours)]
     if flag not in ALIASES:
         return None
     if flag == "--speculative-num-draft-tokens" and value.isdigit():
@@ -244,6 +275,18 @@ def translate(flag: str, value: str, told: Told) -> list[Pair] | None:
     pair = (alias.flag, value if alias.takes_value else None)
     told.notes.append(f"{flag} is read as {_told(pair)}")
     return [pair]
+
+
+def our_value(flag: str, value: str, told: Told) -> str | None:
+    """Another engine's word for a value of a flag that is ours as well; None for one that asks for our default."""
+    if (why := DEFAULTS.get(flag, {}).get(value)) is not None:
+        told.notes.append(f"{flag} {value} is read as no {flag}: {why}")
+        told.unset.add(flag)
+        return None
+    ours = VALUES.get(flag, {}).get(value, value)
+    if ours != value:
+        told.notes.append(f"{flag} {value} is read as {flag} {ours}")
+    return ours
 
 
 def _told(pair: Pair) -> str:
@@ -262,13 +305,25 @@ def _speculative_config(value: str, told: Told) -> list[Pair]:
     except ValueError as e:
         raise UsageError(f"--speculative-config is not JSON ({e}); use --speculation and --speculation-tokens") from e
     known = {"method": "--speculation", "model": DRAFT_MODEL, "num_speculative_tokens": "--speculation-tokens"}
-    if not isinstance(given, dict) or (unknown := sorted(given.keys() - known.keys())):
+    if not isinstance(given, dict) or (unknown := sorted(given.keys() - known.keys() - set(LOOKUP))):
         what = f"has {', '.join(unknown)}" if isinstance(given, dict) else f"is {value}"
-        raise UsageError(f"--speculative-config {what}; it is an object that may hold {', '.join(known)}")
+        raise UsageError(f"--speculative-config {what}; it is an object that may hold {', '.join([*known, *LOOKUP])}")
+    given = _with_lookup(given)
     pairs: list[Pair] = [(flag, str(given[key])) for key, flag in known.items() if key in given]
     pairs = _join_drafter(pairs)
     told.notes.append(f"--speculative-config is read as {' '.join(_told(pair) for pair in pairs)}")
     return pairs
+
+
+def _with_lookup(given: dict[str, object]) -> dict[str, object]:
+    """The two bounds of vLLM's n-grams behind our drafter's name; one alone is both, as there."""
+    bounds = [given[key] for key in LOOKUP if key in given]
+    if not bounds:
+        return given
+    if given.get("method") != "ngram":
+        raise UsageError(f"--speculative-config has {' and '.join(key for key in LOOKUP if key in given)}, which are"
+                         ' settings of {"method": "ngram"}')
+    return given | {"method": f"ngram:longest={bounds[0]},shortest={bounds[-1]}"}
 
 
 def as_setting(flag: str, value: str | None) -> tuple[str, object]:

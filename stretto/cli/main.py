@@ -10,9 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, CycloptsPanel, Parameter, UnusedCliTokensError
 from cyclopts.config import Dict
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from stretto.cli.failures import EXIT_PIPE, told
 from stretto.cli.screen import error_screen
@@ -21,11 +21,13 @@ from stretto.cli.sources import Settings, gather, read_units
 EPILOGUE = ("Every setting can also come from a variable (STRETTO_MAX_MODEL_LEN) or from the file named by --config or"
             " STRETTO_CONFIG (max-model-len: 8K). The command line wins over variables, variables over the file.")
 
+REPEATED = frozenset({"--served-model-name", "--lora-modules", "--api-key", "--allowed-origins"})
+
 
 def build_app() -> App:
     """The commands, without any source of settings but the command line."""
     app = App(name="stretto", version=f"stretto {version('stretto')}", help_epilogue=EPILOGUE,
-              result_action="return_value",
+              result_action="return_value", error_formatter=misunderstood,
               help="Serve language models: every feature works with every other, exactly.")
     app.command("stretto.cli.serve:serve", name="serve", help="Serve a model over HTTP, with OpenAI's API.")
     app.command("stretto.cli.chat:run", name="run", help="Chat with a model in the terminal, or answer one prompt.")
@@ -55,6 +57,22 @@ def build_app() -> App:
                   help="Compare what benchmarks have written, for people and for CI.")
     app.command(bench)
     return app
+
+
+def misunderstood(error: CycloptsError) -> RenderableType:
+    """What is said of a command line. vLLM's flags of lists take several values in a row, ours one each time."""
+    if isinstance(error, UnusedCliTokensError) and (left := error.unused_tokens):
+        given = error.root_input_tokens or []
+        named = [token for token in given[:_place(given, left[0])] if token.startswith("--")]
+        if named and (flag := named[-1].partition("=")[0]) in REPEATED:
+            again = " ".join(f"{flag} {value}" for value in left)
+            return CycloptsPanel(f"Unused: {' '.join(left)}. {flag} takes one value at a time; give it again: {again}")
+    return CycloptsPanel(error)
+
+
+def _place(tokens: Sequence[str], token: str) -> int:
+    """Of its last occurrence: the one that no argument took."""
+    return max((i for i, one in enumerate(tokens) if one == token), default=len(tokens))
 
 
 def run_app(tokens: Sequence[str], environment: dict[str, str], errors: Console) -> int:

@@ -75,10 +75,13 @@ def test_each_command_has_help(stretto, command: str):
     (["explain", "--config", "none.yaml"], 2, "none.yaml cannot be read"),
     (["explain", "./nowhere"], 1, "no such file or folder"),
     (["explain", "--dtype", "int3"], 2, "int3"),
+    (["explain", "m", "n"], 2, "Unused Tokens: ['n']"),
+    (["explain", "m", "--served-model-name", "a", "b", "c", "--port", "3"], 2,
+     "again: --served-model-name b --served-model-name c"),
 ])
 def test_what_cannot_be_understood(stretto, tokens: list[str], code: int, message: str):
     ran = stretto(*tokens)
-    assert ran.code == code and message in ran.err.replace("\n", " ")
+    assert ran.code == code and message in " ".join(ran.err.replace("│", " ").split())
     assert "Traceback" not in ran.err
 
 

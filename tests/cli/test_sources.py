@@ -28,6 +28,9 @@ KNOWN_FLAGS = {"--" + name.replace("_", "-") for name in setting_names()}
     ("--speculative-num-steps 5", "--speculation-tokens 5"), ("--disable-cuda-graph", "--enforce-eager"),
     ("m --tool-call-parser hermes --enable-auto-tool-choice --port 3", "m --port 3"),
     ("--reasoning-parser=qwen3 --quantization none --pp-size 1", ""), ("--load-format=safetensors m", "m"),
+    ("--dtype half m", "--dtype float16 m"), ("--dtype=float", "--dtype float32"),
+    ("--dtype bfloat16", "--dtype bfloat16"),
+    ("--max-model-len auto m", "m"), ("m --max-model-len=-1", "m"), ("--max-model-len 8K", "--max-model-len 8K"),
     ("--kv-cache-dtype fp8", "--kv-cache-dtype fp8_e4m3"), ("--kv-cache-dtype=bf16 m", "--kv-cache-dtype bfloat16 m"),
 ])
 def test_other_engines_flags(theirs: str, ours: str):
@@ -41,6 +44,8 @@ def test_other_engines_flags(theirs: str, ours: str):
     ("serve m --trust-remote-code --port 3", ["--trust-remote-code"], "serve m --port 3"),
     ("serve m --swap-space 4 --hf-overrides {} --tp 2 --speculative-eagle-topk=4",
      ["--swap-space", "--hf-overrides", "--speculative-eagle-topk"], "serve m --tensor-parallel-size 2"),
+    ("serve m --schedule-conservativeness 0.3 --cuda-graph-max-bs=8 --no-chunked-prefill -O3 -O 2 --port 3",
+     ["--schedule-conservativeness", "--cuda-graph-max-bs", "--no-chunked-prefill", "-O", "-O"], "serve m --port 3"),
 ])
 def test_a_refusal_prints_the_nearest_command_line(theirs: str, reasons: list[str], accepted: str):
     with pytest.raises(UsageError) as refused:
@@ -73,7 +78,11 @@ def test_speculative_config():
     assert translate_tokens(tokens, Told([], [])) == ["--speculation", "ngram", "--speculation-tokens", "3"]
     tokens[1] = '{"method": "eagle3", "model": "a/b"}'
     assert translate_tokens(tokens, Told([], [])) == ["--speculation", "eagle3:a/b"]
-    for bad in ("{", "[]", '{"method": "ngram", "draft_model": "x"}'):
+    tokens[1] = '{"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 3}'
+    assert translate_tokens(tokens, Told([], [])) == ["--speculation", "ngram:longest=5,shortest=3"]
+    tokens[1] = '{"method": "ngram", "prompt_lookup_max": 4}'
+    assert translate_tokens(tokens, Told([], [])) == ["--speculation", "ngram:longest=4,shortest=4"]
+    for bad in ("{", "[]", '{"method": "ngram", "draft_model": "x"}', '{"method": "mtp", "prompt_lookup_max": 4}'):
         with pytest.raises(UsageError, match="--speculative-config"):
             translate_tokens(["--speculative-config", bad], Told([], []))
 
@@ -97,6 +106,19 @@ def test_speculation_has_a_short_spelling(tmp_path: Path):
     with pytest.raises(UsageError, match=r"spec\.metod"):
         read_file(tmp_path / "c.yaml", told)
     assert told.void == []
+
+
+@pytest.mark.parametrize("source", ["command line", "variable"])
+def test_a_word_for_the_default_unsets_what_sources_of_less_weight_set(source: str, tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_text("max-model-len: 4K\ndtype: half\n")
+    on_the_line = ["--max-model-len", "auto"] if source == "command line" else []
+    environment = {"STRETTO_MAX_MODEL_LEN": "8K" if source == "command line" else "auto"}
+    settings = gather(["serve", "m", *on_the_line], environment, path)
+    assert settings.tokens == ["serve", "m"] and settings.variables == {} and settings.file == {"dtype": "float16"}
+    assert len(settings.notes) == 2
+    path.write_text("max-model-len: -1\npage-size: 8\n")
+    assert gather(["serve", "m"], {}, path).file == {"page_size": 8}
 
 
 def test_every_alias_leads_to_a_setting():
