@@ -100,8 +100,8 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     """The prompt's token ids. Raises TypeError, which shows what was given, for what is no `Prompt`."""
     if isinstance(prompt, Mapping):
         if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-            raise TypeError("a prompt as a mapping has either 'prompt' or 'prompt_token_ids' and nothing else; this one has"
-                            f" {', '.join(map(repr, prompt)) or 'nothing'}")
+            raise TypeError("a prompt as a mapping has either 'prompt' or 'prompt_token_ids' and nothing else; this one"
+                            f" has {', '.join(map(repr, prompt)) or 'nothing'}")
         (prompt,) = prompt.values()
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)

@@ -248,7 +248,7 @@ class _Server:
         if service.live_calls and not died:
             log.warning("aborting %d requests that did not finish in time", service.live_calls)
             with contextlib.suppress(TimeoutError, EngineDead):
-                await asyncio.wait_for(service.abort_all(), LAST_ANSWERS_SECONDS)
+                await asyncio.wait_for(service.end_drain(), LAST_ANSWERS_SECONDS)
         return 1 if died else 0
 
     async def _until_idle(self, service: Service, timeout: float) -> None:

@@ -47,6 +47,7 @@ from stretto.serve.settings import ServeSettings
 from stretto.serve.tracing import Tracing
 from stretto.text.grammar import GrammarError, check_grammar
 
+DRAINING = "draining"
 T = TypeVar("T")
 Outputs = AsyncGenerator[tuple[int, Output], None]
 MAX_ID_LENGTH = 256
@@ -92,6 +93,7 @@ class Service:
         self.tracing = Tracing(trace_provider, self.names[0]) if trace_provider is not None else None
         self.started = int(time.time())
         self.draining = False
+        self._out_of_time = False  # what is left of a drain has been withdrawn
         self._interruption: str | None = None  # why there is no engine just now
         self._live: dict[str, Generation] = {}
         self._live_requests = 0
@@ -120,8 +122,7 @@ class Service:
 
     def check_open(self) -> None:
         if self.draining:
-            raise ApiError(503, "the server is shutting down and takes no new requests", code="draining",
-                           headers={"Retry-After": "10"})
+            raise _draining(" and takes no new requests")
         if self._interruption is not None:
             raise EngineRestarting(self._interruption)
 
@@ -242,7 +243,7 @@ class Service:
                     async for index, output in merged:
                         generation.begun = True
                         clock.note(index, output)
-                        _raise_failure(output)
+                        _raise_failure(output, self._out_of_time)
                         if output.prompt_logprobs is not None:
                             output.prompt_logprobs = _of_every_new_token(generation.requests[index],
                                                                          output.prompt_logprobs)
@@ -295,6 +296,11 @@ class Service:
         done = await asyncio.gather(*(self.abort(id) for id in ids))
         return [id for id, live in zip(ids, done, strict=True) if live]
 
+    async def end_drain(self) -> None:
+        """Withdraws every call that is left when the time to drain is over; their clients may ask again elsewhere."""
+        self._out_of_time = True
+        await self.abort_all()
+
     def find_hint(self, id: str) -> str:
         return did_you_mean(id, self._live)
 
@@ -319,19 +325,25 @@ def _with_grammars_field(error: RequestError, generation: Generation) -> Request
 
 def _withdrawn(failure: BaseException | None) -> bool:
     """The call ended because nobody waits for it any more: the client has gone (its task is cancelled, or the outputs
-    are closed), it was aborted, or its time was up."""
+    are closed), it was aborted, or its time or the server's was up."""
     if isinstance(failure, ApiError):
-        return failure.status in (CLIENT_CLOSED, 408)
+        return failure.status in (CLIENT_CLOSED, 408) or failure.code == DRAINING
     return isinstance(failure, (asyncio.CancelledError, GeneratorExit))
 
 
-def _raise_failure(output: Output) -> None:
+def _draining(message: str) -> ApiError:
+    return ApiError(503, f"the server is shutting down{message}", code=DRAINING, headers={"Retry-After": "10"})
+
+
+def _raise_failure(output: Output, out_of_time: bool) -> None:
     if output.error_code == ENGINE_DEAD:
         raise EngineDead(output.error or "")
     if output.finish_reason == "error" and output.error_code is not None:
         raise RequestError(output.error or "", param=output.error_param, code=output.error_code)
     if output.finish_reason == "error":
         raise ApiError(500, f"the engine failed on this request: {output.error}", code="engine_error")
+    if output.finish_reason == "abort" and out_of_time:
+        raise _draining(", and this answer was not complete when the time for it was over (--drain-timeout)")
     if output.finish_reason == "abort":
         raise ApiError(CLIENT_CLOSED, "the request was aborted", code="request_aborted")
 

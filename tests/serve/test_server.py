@@ -132,8 +132,9 @@ def test_a_drain_ends_in_time_and_tells_the_clients(second_signal: bool):
         for thread, _ in calls:
             thread.join(10)
         streamed, whole = (answers[0] for _, answers in calls)
-        assert events(streamed.text)[-1]["error"]["code"] == "request_aborted"
-        assert whole.status_code == 499 and whole.json()["error"]["code"] == "request_aborted"
+        assert events(streamed.text)[-1]["error"]["code"] == "draining"
+        assert whole.status_code == 503 and whole.json()["error"]["code"] == "draining"  # no fault of the client
+        assert whole.headers["retry-after"] and "--drain-timeout" in whole.json()["error"]["message"]
 
 
 def test_case_17_07_signals_while_loading_leave_nothing():
