@@ -48,7 +48,7 @@ SHORT_CONTEXT, LONG_CONTEXT = 32, 2048
 MANY_CELLS = 1 << 17  # that the rows of one point read, at least: enough for what a cell costs
 ROWS = (1, 4, 16, 64, 256)
 FULL_ROWS = (24, 48, 96)  # also, each with all its drafts: where steps begin to compute more than they read
-FORMAT = 2  # of what is measured, and how: samples of another one are of no use
+FORMAT = 3  # of what is measured, and how: samples of another one are of no use
 FIRST_EPOCH = 1 << 30  # no turn will have it
 
 

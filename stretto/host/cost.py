@@ -20,7 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST_RATIO, MOST_RATIO = 0.5, 2.0  # of a measured step to its prediction, beyond which it is an outlier
+LEAST_RATIO, MOST_RATIO = 0.5, 2.0  # of a measured step to its prediction, as far as one step is believed
+STRANGE, STRANGE_RUNS = 1.5, 3  # ratio from which a step was held up, by a graph that was captured meanwhile or by
+# something else, unless so many of its size follow each other
+RUSTY = 12  # steps after which a size that runs again tells something new
+FASTER, FASTER_RATE = 0.95, 0.6  # ratio below which such a size is believed at once: nothing makes a step shorter
 SCALE_RATE, CURVE_RATE = 0.02, 0.05  # shares by which one step moves the corrections
 REFRESH = 16  # steps after which corrections come into force
 SLOW_RUNS = 2  # first runs of a size, while the device prepares it: they tell nothing
@@ -105,6 +109,7 @@ class CostModel:
             raise ValueError(f"steps of {counts} tokens were measured: a curve needs two different counts")
         self._knots = np.asarray(counts, dtype=float)
         self.samples = len(samples)
+        self.verifying = [work for work, _ in samples if work.draft_width and work.tokens > work.rows]  # and proposing
         self._coefficients = self._fit(samples)
         self._terms: list[float] = self._coefficients[len(counts) :].tolist()
         self._scale = 1.0
@@ -118,6 +123,7 @@ class CostModel:
         self._slow, measured = (0, MEASURED_SHARED) if padded is None else (SLOW_RUNS, MEASURED)
         self._seen = np.where(np.isin(self._grid, counts), measured, 0) * np.ones((2, 1), dtype=np.int64)
         self._last = np.full_like(self._seen, LONG_AGO)  # how much had been observed when a size ran last
+        self._strange = np.zeros_like(self._seen)  # steps of a size that were held up, since one was not
         self._observed = self._runs = 0  # steps; of them, those without prompt chunks that said something
         self._curve = self._tabulate()  # by computed tokens
         self._corrected = np.ones((2, most + 1))  # the corrections, likewise
@@ -195,15 +201,19 @@ class CostModel:
         return self._observed - self._last[0, places]
 
     def observe(self, work: StepWork, seconds: float) -> float:
-        """A step took so long. Returns what was predicted. One outlier moves nothing far: ratios are clipped. Kernels
-        change with the size of a step, so a size that was not measured may take much longer than its neighbours."""
+        """A step took so long. Returns what was predicted. One outlier moves nothing far: ratios are clipped, and steps
+        that were held up tell nothing. Kernels change with the size of a step, so a size that was not measured may take
+        much longer than its neighbours."""
         predicted = self.seconds(work)
         if seconds <= 0 or predicted <= 0:
             return predicted
         ratio = min(max(seconds / predicted, LEAST_RATIO), MOST_RATIO)
         kind, at = int(work.pairs > 0), int(self.place(work, work.tokens))
         self._observed += 1
-        self._last[kind, at] = self._observed
+        rusty, self._last[kind, at] = self._observed - self._last[kind, at] > RUSTY, self._observed
+        self._strange[kind, at] = self._strange[kind, at] + 1 if ratio > STRANGE else 0
+        if 0 < self._strange[kind, at] < STRANGE_RUNS:
+            return predicted
         if work.draft_width and self._plain[kind, at] >= PLAIN_RUNS:
             if self._observed - self._plain_ran <= RECENT:
                 self._observe_proposing(work, seconds)
@@ -219,8 +229,9 @@ class CostModel:
             return predicted
         self._runs += kind == 0
         self._scale *= ratio ** (SCALE_RATE if kind else max(SCALE_RATE, 1 / (16 + self._runs)))
-        self._corrections[kind, at] *= ratio ** max(CURVE_RATE, 1 / max(2, runs))
-        if self._observed % REFRESH == 0 or runs < REFRESH:
+        found = rusty and ratio < FASTER
+        self._corrections[kind, at] *= ratio ** max(CURVE_RATE, 1 / max(2, runs), FASTER_RATE * found)
+        if self._observed % REFRESH == 0 or runs < REFRESH or found:
             self._correct()
         return predicted
 

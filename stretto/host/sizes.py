@@ -25,7 +25,8 @@ class Sizes:
     Steps with prompt chunks are of any size whatever is chosen, and run without a graph until one comes again."""
 
     def __init__(self, cost: CostModel, width: int, preparing: float):
-        """`is_first` says for what it is prepared from the start."""
+        """It is prepared from the start for what `is_first` says, and for steps that both verified and proposed when
+        step times were measured."""
         self._cost, self._width, self._preparing = cost, width, preparing
         self._prepared: dict[int, np.ndarray] = {}  # by the size without drafts: bool, by size
         self._promised: dict[int, float] = {}  # seconds
@@ -36,6 +37,7 @@ class Sizes:
         if found is None:
             found = self._prepared[base] = np.zeros(self._cost.most + 1, dtype=bool)
             first = [n for n in (base, base * (1 + self._width)) if is_first(base, n)]
+            first += [w.tokens for w in self._cost.verifying if int(self._cost.computed(w, w.rows)) == base]
             found[self._cost.computed(work, np.asarray(first))] = True
         return base, found
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.device.graphs import tokens_bucket
+from stretto.engine.step_times import points
 from stretto.host.acceptance import Acceptance
 from stretto.host.cost import CostModel, StepClock, StepWork, non_negative_least_squares
 from stretto.host.elastic import LEAST_CHUNK, Choice, Demand, Elastic
@@ -22,10 +25,12 @@ from tests.host.elastic_world import (
     WIDTH,
     ByTokens,
     Fixed,
+    HeldUp,
     Point,
     cpu_profile,
     cpu_seconds,
     elastic,
+    measured_seconds,
     play,
     profile,
     true_seconds,
@@ -178,6 +183,53 @@ def test_times_measured_in_a_bad_moment_are_found_out(rows: int, rate: float, se
     on_cpu = partial(play, Point("", rows, 200, always(rate)), steps=500, skip=200, true=cpu_seconds, exact=True)
     best = max(on_cpu(policy=Fixed(width)) for width in (0, 1, 3, 5, 7))
     assert on_cpu(policy=Elastic(CostModel(cpu_profile(1.0, seed), 1024), 257, (0, WIDTH), exact=True)) >= 0.96 * best
+
+
+TWO_A_ROW = StepWork(256, 512, 256 * 32, draft_width=WIDTH)  # so that the start has prepared and measured it
+
+
+def grown(step: int) -> int:
+    """Contexts grow, and are those of new requests again: what one size was measured with differs from another's."""
+    return step if step < 100 else 2 * ((step - 100) % 32)
+
+
+def share_of_the_best(samples: list[tuple[StepWork, float]], true: Callable[[], Callable[[StepWork], float]],
+                      seed: int) -> float:
+    """Of 256 rows, once two seconds are over."""
+    point = Point("", 256, 250, always(0.85), grown=grown)
+    best = max(play(point, Fixed(width), 400, skip=130, true=measured_seconds) for width in (0, 1, 3))
+    policy = Elastic(CostModel(samples, MOST_TOKENS, tokens_bucket), 257, (0, WIDTH), exact=False)
+    return play(point, policy, 400, skip=130, seed=seed, true=true()) / best
+
+
+@pytest.mark.parametrize("true, seed", [(lambda: measured_seconds, 1), (lambda: measured_seconds, 2), (HeldUp, 2)],
+                         ids=["1", "2", "held up"])
+def test_a_size_that_seemed_too_dear_at_the_start_is_tried(true: Callable[[], Callable[[StepWork], float]], seed: int):
+    """All that was measured of the best size says so; and steps that were held up say nothing of theirs."""
+    samples = [(work, seconds * (1.2 if int(tokens_bucket(*work[:2], True)) == 512 and not work.pairs else 1))
+               for work, seconds in [*profile(measured_seconds), (TWO_A_ROW, measured_seconds(TWO_A_ROW))]]
+    assert share_of_the_best(samples, true, seed) >= 0.985
+
+
+def first_points(seed: int) -> list[tuple[StepWork, float]]:
+    """Where there was time for 20 points, each of them longer by up to 3 %: on a host that was slow."""
+    limits = SimpleNamespace(max_model_len=4096, width=WIDTH, max_slots=257, budget=MOST_TOKENS, chunk=CHUNK,
+                             drafter=None, kv_tokens=1_000_000)
+    rng = np.random.default_rng(seed)
+    return [(point.work, measured_seconds(point.work) * (1 + 0.03 * float(rng.random())))
+            for point in points(limits)[:20]]  # type: ignore[arg-type]
+
+
+def test_what_the_first_points_tell_is_enough():
+    assert share_of_the_best(first_points(0), HeldUp, 1) >= 0.98
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_points_tell_tokens_rows_and_contexts_apart(seed: int):
+    cost = CostModel(first_points(seed), MOST_TOKENS, tokens_bucket)
+    for rows, tokens, each in [(256, 256, 300), (256, 512, 300), (256, 512, 1024), (128, 128, 1024), (256, 1024, 64)]:
+        work = StepWork(rows, tokens, rows * each)
+        assert cost.seconds(work) == pytest.approx(measured_seconds(work), rel=0.09), work
 
 
 def test_saturation_turns_proposals_off_and_relief_turns_them_on():
