@@ -31,6 +31,7 @@ from stretto.config import (
     KVGroupFacts,
     MemoryPlan,
     Resolved,
+    ServeSection,
     gib,
 )
 from stretto.replicas.offers import DEFAULT_GATEWAY, OFFERS
@@ -67,8 +68,31 @@ def resolve(config: Config, facts: Facts) -> Resolved:
 
 def check_values(config: Config) -> None:
     """Refuses values that no machine and no model could take; `resolve` begins with it. Raises ConfigError."""
-    if refusals := [*_ranges(config), *_exclusive(config)]:
+    if refusals := [*_ranges(config), *_of_the_server(config.serve), *_exclusive(config)]:
         raise ConfigError(refusals)
+
+
+def _of_the_server(serve: ServeSection) -> Iterator[Refusal]:
+    """What no server could be told."""
+    for name in ("api_key", "admin_api_key", "served_model_name"):
+        if not all(getattr(serve, name)):
+            yield Refusal(f"--{name.replace('_', '-')} ''", "any request", "an empty one opens and names nothing",
+                          "leave it out, or give one; a variable of the shell may be unset")
+    if not serve.drain_timeout >= 0:
+        yield Refusal(f"--drain-timeout {serve.drain_timeout:g}", "any server", "it must be 0 or more", "leave it out")
+    if serve.root_path and not serve.root_path.startswith("/"):
+        yield Refusal(f"--root-path {serve.root_path}", "any URL", "a path begins with /",
+                      f"write it as /{serve.root_path}")
+    for origin in serve.allowed_origins:
+        if origin not in ("*", "null") and ("://" not in origin or origin.endswith("/")):
+            yield Refusal(f"--allowed-origins {origin}", "any browser",
+                          "it sends an origin as scheme://host or scheme://host:port, without a / at its end",
+                          "write it so, or * for any")
+    usual = ServeSection()
+    for name in ("host", "port"):
+        if serve.uds is not None and getattr(serve, name) != getattr(usual, name):
+            yield Refusal(f"--{name} {getattr(serve, name)}", f"--uds {serve.uds}",
+                          "a server listens on a socket of the disk or on a port", "leave out one of them")
 
 
 def _ranges(config: Config) -> Iterator[Refusal]:
