@@ -85,7 +85,8 @@ def elastic() -> None:
         ratio, low, high = (float(n) for n in re.findall(r"[\d.]*\d", row[at])[:3])
         plt.plot([low, high], [-i, -i], color="tab:blue", linewidth=1.5)
         plt.plot(ratio, -i, "o", color="tab:blue", label="elastic" if i == 0 else None)
-        plt.plot(shares[i], -i, "|", color="0.4", markersize=12, label="no drafts" if i == 0 else None)
+        if shares[i]:
+            plt.plot(shares[i], -i, "|", color="0.4", markersize=12, label="no drafts" if i == 0 else None)
     plt.axvline(1, color="0.5", linewidth=0.8)
     plt.axvline(0.98, color="0.5", linewidth=0.8, linestyle=":")
     plt.yticks([-i for i in range(len(rows))], [row[0] for row in rows], fontsize=8)
