@@ -104,7 +104,7 @@ def unsupported(param: str, reason: str) -> ApiError:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the nearest known name, or nothing."""
-    near = difflib.get_close_matches(name[:SHOWN], list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name[:SHOWN], list(known), n=1, cutoff=0.62)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

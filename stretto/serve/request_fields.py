@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stretto.serve.errors import ApiError, did_you_mean, unsupported
-from stretto.serve.schemas import Body
+from stretto.serve.schemas import Body, ChatRequest, CompletionRequest, GenerationBody
 
 _OLD = "OpenAI has replaced it; use tools and tool_choice"
 _TOOLS = "a completion has no tools; use chat completions"
@@ -38,6 +38,7 @@ REFUSED: Mapping[str, str] = {
                      "guided_whitespace_pattern", "stream_interval"), _NOT_HERE),
     **dict.fromkeys(("token_ids_logprob", "logprob_token_ids"),
                     "ask for logprobs of the best tokens, or on a server with --max-logprobs -1 of all"),
+    "max_new_tokens": "use max_tokens, or in /generate sampling_params.max_new_tokens",
     "stop_regex": "use stop, or a grammar of the kind regex",
     "extra_key": "use cache_salt",
     "guided_decoding_backend": "grammars run through llguidance",
@@ -64,8 +65,15 @@ ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "stream_interval": (1,),
     "guided_decoding_backend": ("auto", "guidance"),
     "truncation_side": ("left",),
+    "best_of": (1,),
 }
 
+
+# what one of the two APIs knows and the other does not
+_CHAT_ONLY = dict.fromkeys(ChatRequest.model_fields.keys() - CompletionRequest.model_fields.keys(),
+                           "/v1/chat/completions has it")
+_COMPLETIONS_ONLY = dict.fromkeys(CompletionRequest.model_fields.keys() - ChatRequest.model_fields.keys(),
+                                  "/v1/completions has it")
 
 ASKS_EMPTY = frozenset({"web_search_options"})  # an empty object asks for the defaults of something
 
@@ -83,13 +91,20 @@ def refuse(fields: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
             raise unsupported(name, reasons[name])
 
 
+def _elsewhere(body: Body) -> Mapping[str, str]:
+    if not isinstance(body, GenerationBody):
+        return {}
+    return _COMPLETIONS_ONLY if isinstance(body, ChatRequest) else _CHAT_ONLY
+
+
 def check_fields(body: Body, strict: bool) -> list[str]:
     """Names of the fields that are ignored. Raises ApiError for a refused one, and for any unknown one if strict."""
     extra = dict(body.model_extra or {})
     if getattr(body, "suffix", None):
         extra["suffix"] = body.suffix  # type: ignore[attr-defined]
-    refuse(extra, REFUSED)
-    unknown = [name for name in extra if name not in REFUSED and name not in ASKS_NOTHING]
+    refused = {**_elsewhere(body), **REFUSED}
+    refuse(extra, refused)
+    unknown = [name for name in extra if name not in refused and name not in ASKS_NOTHING]
     if unknown and strict:
         known = [*type(body).model_fields, *REFUSED]
         raise ApiError(400, f"unknown request field {unknown[0]!r}.{did_you_mean(unknown[0], known)}", param=unknown[0],

@@ -21,7 +21,7 @@ _SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "fre
 
 def asked_max_tokens(body: GenerationBody) -> tuple[int | None, str]:
     """The explicit limit, if any, and the field that holds it."""
-    newer = getattr(body, "max_completion_tokens", None)
+    newer = body.max_completion_tokens
     if newer is None:
         return body.max_tokens, "max_tokens"
     if body.max_tokens is not None and body.max_tokens != newer:
@@ -78,7 +78,7 @@ def to_sampling(body: GenerationBody, defaults: Mapping[str, float | int]) -> Sa
     fields: dict[str, Any] = dict(defaults)
     for name in _SAME_NAME:
         value = getattr(body, name)
-        if value is not None:
+        if value is not None and (name, value) != ("seed", -1):  # vLLM's and llama.cpp's word for a random one
             fields[name] = value
     logprobs = asked_logprobs(body)
     if isinstance(body, CompletionRequest) and chooses(body):

@@ -179,6 +179,7 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Integer | None = None
+    max_completion_tokens: Integer | None = None  # OpenAI's newer name of it
     n: Integer | None = None
     seed: Seed | None = None
     stop: Stop = None
@@ -200,7 +201,7 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[Integer, AfterValidator(_truncation), Field(
         description="the prompt's last tokens that stay; -1: as many as there is room for")] | None = None
-    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     request_id: str | None = None
     timeout: Annotated[Seconds | None, Field(description="seconds that the call may take; the server may allow less")
@@ -269,7 +270,6 @@ class ChatRequest(GenerationBody, ChatBody):
     separate_reasoning: bool | None = None  # False: reasoning stays in the content
     include_reasoning: bool | None = None  # False: reasoning is left out
 
-    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
 
@@ -293,7 +293,7 @@ class EmbeddingBody(Body):
         description="the last token's state, or the mean over all; default: as the checkpoint wants it")] = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[Integer, Field(ge=1)] | None = None
-    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     request_id: str | None = None
     timeout: Seconds | None = None
@@ -408,7 +408,7 @@ class MessagesRequest(CountTokensRequest):
     """POST /v1/messages. Fields of chat completions that are not named here (min_p, seed, speculation, ...) mean what
     they mean there."""
 
-    max_tokens: Integer
+    max_tokens: Annotated[Integer, Field(ge=1)]
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -469,7 +469,7 @@ class SessionBody(Body):
     session_id: str | None = None
     ttl: Annotated[Seconds | None, Field(description="seconds idle until it closes")] = None
     capacity: Annotated[Integer | None, Field(ge=2, description="most tokens of its history")] = None
-    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     model: Annotated[str | None, Field(description="the model or LoRA adapter that will answer its turns")] = None
     branch_from: Annotated[str | None, Field(description="an idle session with whose history it starts")] = None
     offset: Annotated[Integer | None, Field(ge=1, description="how many tokens of that history")] = None

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from stretto.serve.native import SAMPLING
 from stretto.serve.request_fields import ASKS_NOTHING, REFUSED
+from stretto.serve.sampling import to_sampling
 from stretto.serve.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from tests.serve.conftest import Api, make_api
 from tests.serve.fakes import CoreOptions
@@ -124,3 +125,46 @@ async def test_logit_processors_that_are_not_there(api: Api, body: dict, param: 
 async def test_logprobs_beyond_the_limit(api: Api) -> None:
     error = (await api.complete("ab", logprobs=-1)).json()["error"]
     assert error["param"] == "logprobs" and "--max-logprobs" in error["message"]
+
+
+@pytest.mark.parametrize("path, fields", [
+    *(("/v1/chat/completions", {name: value}) for name, value in (
+        ("best_of", 2), ("echo", True), ("prompt", "x"), ("max_new_tokens", 6))),
+    *(("/v1/completions", {name: value}) for name, value in (
+        ("top_logprobs", 3), ("continue_final_message", True), ("reasoning_effort", "low"), ("max_new_tokens", 6),
+        ("messages", [{"role": "user", "content": "x"}])))], ids=str)
+async def test_a_field_of_another_route_is_refused_by_its_name(api: Api, path: str, fields: dict):
+    ask = api.chat if path == "/v1/chat/completions" else api.complete
+    answer = await ask("x", **fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == "unsupported_parameter", answer.text
+    assert error["param"] == next(iter(fields)) and error["message"].startswith(error["param"])
+    nothing = {"best_of": 1, "echo": False, "top_logprobs": None, "continue_final_message": False}
+    answer = await ask("x", **nothing)
+    assert answer.status_code == 200 and "x-stretto-ignored" not in answer.headers
+
+
+async def test_a_completion_knows_the_newer_name_of_its_limit(api: Api):
+    answer = await api.complete("words", max_tokens=None, max_completion_tokens=6)
+    assert answer.json()["usage"]["completion_tokens"] == 6 and "x-stretto-ignored" not in answer.headers
+
+
+def test_a_seed_of_minus_one_is_a_random_one():
+    body = {"prompt": "x", "seed": -1}
+    assert to_sampling(CompletionRequest.model_validate(body), {}).seed is None
+    assert to_sampling(CompletionRequest.model_validate(body | {"seed": -2}), {}).seed == -2
+
+
+@pytest.mark.parametrize("name", ["/sleep", "/is_sleeping", "/reset_prefix_cache"])
+async def test_what_is_not_alike_is_not_suggested(api: Api, name: str):
+    assert "Did you mean" not in (await api.http.post(name)).json()["error"]["message"]
+    assert "'/v1/chat/completions'" in (await api.http.post("/v1/chat/completion")).json()["error"]["message"]
+
+
+async def test_an_empty_salt_is_refused(api: Api):
+    """Whoever sends one believes that the cache is theirs."""
+    answer = await api.chat("x", cache_salt="")
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "cache_salt"
+    answer = await api.http.post("/v1/messages", json={
+        "max_tokens": 0, "messages": [{"role": "user", "content": "x"}]})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
