@@ -49,7 +49,6 @@ EXPLORE_EVERY = 8  # steps between such tries, at least
 EXPLORE_MOST = 3.0  # plain steps that they may cost at the start, and that may be saved up later
 EXPLORE_UNASKED = 1.0  # saved plain steps from which one proposes for it alone, where no other would
 STALE = 64  # steps after which a size is tried again
-HOPE, HOPE_STALE = 0.8, 24  # the same of a size that would be best if it took this share of what is believed
 SURPRISE = 0.05  # by which the usual acceptance must have risen in a probe, so that another follows at once
 REMEMBERED = 4096  # requests and sessions without a slot
 TOLD_ROWS = (1, 16, 256)  # for which `describe` says what proposals cost
@@ -248,7 +247,7 @@ class Elastic:
         value = gain / rate - self._bounded(seconds)
         best = n = self._sizes.best(work, sizes, value)
         if not chunk and (self.favourite == 0 or self.counters.steps % EXPLORE_EVERY == 0):
-            n = self._explored(work, sizes, seconds, value, n)
+            n = self._explored(work, sizes, value, n)
         probing = self._probe_in < 0
         if probing:
             n = max(n, self._probe_size(seconds, offered))
@@ -260,23 +259,14 @@ class Elastic:
         absent = 0 if self.exact or self.on_host else max(0, int(chosen.sum()) - int(tokens[n]))
         return (chosen + fixed).tolist(), absent
 
-    def _explored(self, work: StepWork, sizes: np.ndarray, seconds: np.ndarray, value: np.ndarray, best: int) -> int:
+    def _explored(self, work: StepWork, sizes: np.ndarray, value: np.ndarray, best: int) -> int:
         """Now and then a size that did not run for long takes the place of the best one: what it costs may have been
         measured in a bad moment, and nothing else would tell. Each size has the same share of what that may cost: the
-        less is lost by it, as far as is known, the more often it runs. Sooner comes one that would be the best if it
-        took a good deal less than is believed, but no less than what smaller ones took just now.
-
-            seconds   o best                     believed of a size       x
-                                                 hoped of it              |     never below
-                                                                       ___v___  a smaller one that runs
-        """
+        less is lost by it, as far as is known, the more often it runs."""
         plain, places = self.cost.seconds(work), self.cost.place(work, sizes)
         last = np.flatnonzero(np.diff(places, append=-1))  # the most drafts of each size
         loss, age = np.maximum((value[best] - value[last]) / plain, 0.01), self.cost.age(places[last])
-        least = np.maximum.accumulate(np.where(age <= HOPE_STALE, seconds[last], 0.0))
-        hoped = value[last] + np.maximum(0.0, seconds[last] - np.maximum(HOPE * seconds[last], least))
-        stale = np.where(hoped > value[best], HOPE_STALE, STALE)
-        possible = (age > stale) & (loss < EXPLORE_MOST) & self._sizes.prepared(work, sizes[last])
+        possible = (age > STALE) & (loss < EXPLORE_MOST) & self._sizes.prepared(work, sizes[last])
         if not possible.any():
             return best
         chosen = int(np.where(possible, age / loss, 0.0).argmax())
