@@ -313,6 +313,8 @@ class Conversation:
     def _turn(self, prompt: Prompt, order: Mapping[str, Any]) -> SessionTurn:
         bos, tokens = self.llm.tokenizer.bos_token_id, self.llm._tokens(prompt)
         continuation = tokens[1:] if bos is not None and tokens[:1] == [bos] else None
+        if isinstance(prompt, str):
+            continuation = self.llm.tokenizer.encode_inside(prompt)
         usual = {"sid": self.sid, "mode": "append", "create": False, "continuation": continuation}
         return SessionTurn(**{**usual, **order})
 

@@ -64,8 +64,8 @@ class Intake:
         job = Job(request, 0, (request.priority, serial, 0), goal, prompt, limit, width, lookahead,
                   self._seed(sampling), self._stop_ids(sampling), scores_from if scored else NEVER, adapter,
                   limit < asked)
-        turn = Turn(job, list(tokens), self._stream(request), scores=[] if scored else None, unforked=sampling.n - 1,
-                    grammar=grammar)
+        turn = Turn(job, list(tokens), self._stream(request, tokens), scores=[] if scored else None,
+                    unforked=sampling.n - 1, grammar=grammar)
         if not turn.ready:
             self.compiling.append(turn)
         return turn
@@ -83,8 +83,9 @@ class Intake:
         """Another choice of the same request, on the same prompt."""
         job = turn.job
         rank = (*job.rank[:2], index)
-        return Turn(replace(job, index=index, rank=rank, scores_from=NEVER), turn.tokens[: job.prompt],
-                    self._stream(job.request), usage=Usage(prompt_tokens=job.prompt),
+        prompt = turn.tokens[: job.prompt]
+        return Turn(replace(job, index=index, rank=rank, scores_from=NEVER), prompt,
+                    self._stream(job.request, prompt), usage=Usage(prompt_tokens=job.prompt),
                     grammar=turn.grammar.another() if turn.grammar else None)
 
     def _grammar(self, sampling: SamplingParams) -> GrammarState | None:
@@ -109,9 +110,12 @@ class Intake:
         eos = () if sampling.ignore_eos else sorted(self._limits.eos_token_ids)
         return tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
 
-    def _stream(self, request: Request) -> TextStream | None:
-        wanted = request.want_text or request.sampling.stop
-        return self._text_stream(request.sampling) if self._text_stream is not None and wanted else None
+    def _stream(self, request: Request, prompt: list[int]) -> TextStream | None:
+        if self._text_stream is None or not (request.want_text or request.sampling.stop):
+            return None
+        stream = self._text_stream(request.sampling)
+        stream.follow(prompt)
+        return stream
 
 
 def _goal(request: Request) -> Goal:

@@ -31,7 +31,7 @@ from stretto.serve.page import page
 from stretto.serve.responses import responses
 from stretto.serve.schemas import ChatRequest, CompletionRequest
 from stretto.serve.service import Generation, Service
-from stretto.serve.sessions import sessions
+from stretto.serve.sessions import sessions, text_continuation
 from stretto.serve.settings import ServeSettings
 
 READABLE_HEADERS = ["X-Request-Id", "X-Stretto-Ignored", "Retry-After"]  # by pages of other origins
@@ -93,7 +93,8 @@ def inference(service: Service) -> APIRouter:
         async def prepare() -> Generation:
             ids = await service.in_pool(service.reader.encode_all, prompts, "prompt",
                                         body.add_special_tokens is not False)
-            return await make_generation(service, request, body, ids, ignored, arrival)
+            more = await service.in_pool(text_continuation, service, body, prompts)
+            return await make_generation(service, request, body, ids, ignored, arrival, more)
 
         async def whole(service: Service, generation: Generation):
             return await completion(service, generation, texts)

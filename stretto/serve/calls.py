@@ -61,7 +61,7 @@ async def make_generation(service: Service, request: Request, body: GenerationBo
     """One call under the id that its client, its header or the server chose; the answer's header repeats it, unless
     the client named one in the header and another one in the body.
 
-    `continuation`: the ids that an appended chat turn adds to its session's history."""
+    `continuation`: the ids that an appended turn adds to its session's history."""
     bad_words = await service.in_pool(service.reader.bad_words, body.bad_words) if body.bad_words else ()
     state = request.scope["state"]
     id = service.choose_id(body, state["request_id"])

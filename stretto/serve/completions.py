@@ -7,7 +7,6 @@ then the first entry of `token_logprobs` is null.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
@@ -57,7 +56,7 @@ class _Maker:
         self.special: frozenset[int] = getattr(service.tokenizer, "special_ids", frozenset())
         self.silent = self.special if generation.body.skip_special_tokens is not False else frozenset()
         self.shaper = LogprobShaper(service.token_bytes, self.wants.ids_as_names)
-        self.offsets: defaultdict[tuple[int, int], OffsetCounter] = defaultdict(OffsetCounter)
+        self._offsets: dict[tuple[int, int], OffsetCounter] = {}
         self.usages: dict[tuple[int, int], Usage] = {}
         self.shown = self.body.n or 1 if chooses(self.body) else generation.choices
 
@@ -96,6 +95,21 @@ class _Maker:
             return self.silent
         return frozenset(i for i in self.special if self.service.token_text(i) not in given)
 
+    def offsets(self, prompt: int, index: int, prompt_scores: list[TokenLogprob]) -> OffsetCounter:
+        """Of one choice's text, which begins with the prompt, or behind it."""
+        if (prompt, index) not in self._offsets:
+            request = self.generation.requests[prompt]
+            appended = request.session.continuation if request.session is not None else None
+            begins = [e.token_id for e in prompt_scores] != appended if self.echo else \
+                self.service.tokenizer.begins_text(request.tokens)
+            self._offsets[prompt, index] = OffsetCounter(self._lost if begins else None)
+        return self._offsets[prompt, index]
+
+    def _lost(self, token: int) -> int:
+        """Bytes of a token that are not in the text that it begins."""
+        raw, text = self.service.token_text(token), self.service.tokenizer.decode([token], False)
+        return int(raw.startswith(" ") and len(text) < len(raw))
+
     def choice(self, prompt: int, index: int, text: str, scores: list[TokenLogprob], ids: list[int],
                prompt_scores: list[TokenLogprob] | None, first: bool) -> CompletionChoice:
         """One choice, or what a chunk adds to it. `first`: the prompt, if wanted, comes with it."""
@@ -107,7 +121,7 @@ class _Maker:
             parts: list[Part] = [(_limited(scores, most), self.silent)]
             if echoed:
                 parts.insert(0, (_limited(prompt_scores or [], most), self.silent_in_prompt(prompt)))
-            logprobs = self.shaper.completion(parts, self.offsets[prompt, index])
+            logprobs = self.shaper.completion(parts, self.offsets(prompt, index, prompt_scores or []))
         out = CompletionChoice(prompt * self.shown + index,
                                self.prompt_text(prompt) + text if echoed else text, logprobs, None)
         if self.wants.ids:

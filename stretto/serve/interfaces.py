@@ -26,6 +26,14 @@ class ServeTokenizer(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Ids of a text that follows another one: nothing is put around it, and no space in front."""
+        ...
+
+    def begins_text(self, prompt: Sequence[int]) -> bool:
+        """What stands behind these ids begins a text of its own."""
+        ...
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes:

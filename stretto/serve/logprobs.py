@@ -87,7 +87,7 @@ class LogprobShaper:
         out = CompletionLogprobs()
         for e, silent in ((entry, silent) for entries, silent in parts for entry in entries):
             out.tokens.append(self.name(e.token_id))
-            out.text_offset.append(offsets.step(b"" if e.token_id in silent else self._bytes(e.token_id)))
+            out.text_offset.append(offsets.step(e.token_id, b"" if e.token_id in silent else self._bytes(e.token_id)))
             if e.logprob is None:  # the first token of a prompt
                 out.token_logprobs.append(None)
                 out.top_logprobs.append(None)
@@ -115,13 +115,17 @@ class LogprobShaper:
 
 
 class OffsetCounter:
-    """Where each token of one text begins, in characters: a character counts when its last byte has come."""
+    """Where each token of one text begins, in characters: a character counts when its last byte has come. `lost`: how
+    many bytes a token loses where it begins the text: the space that some tokenizers put in front of a text."""
 
-    def __init__(self) -> None:
+    def __init__(self, lost: Callable[[int], int] | None = None) -> None:
+        self._lost = lost
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._characters = 0
 
-    def step(self, raw: bytes) -> int:
+    def step(self, token: int, raw: bytes) -> int:
         start = self._characters
+        if raw and self._lost is not None:
+            raw, self._lost = raw[self._lost(token) :], None
         self._characters += len(self._decoder.decode(raw))
         return start

@@ -23,6 +23,7 @@ from stretto.serve.errors import bad_request, from_validation, in_words_of, rena
 from stretto.serve.logprobs import floored
 from stretto.serve.schemas import CompletionRequest, GenerateRequest
 from stretto.serve.service import Generation, Service, speculated
+from stretto.serve.sessions import text_continuation
 from stretto.serve.streaming import DONE, event
 
 UNNAMED = "unknown"  # what gateways put in where the client named no model, as clients of this API do not
@@ -48,7 +49,8 @@ def native(service: Service) -> APIRouter:
 
         async def prepare() -> Generation:
             ids = await service.in_pool(call.encode)
-            return await make_generation(service, request, call.completion, ids, ignored, arrival)
+            more = await service.in_pool(text_continuation, service, call.completion, call.prompts)
+            return await make_generation(service, request, call.completion, ids, ignored, arrival, more)
 
         return await answer(service, request, prepare, call.whole, call.events, _NAMES)
 
@@ -84,16 +86,16 @@ class _Call:
             raise bad_request("give either text or input_ids", "text")
         given = body.text if body.text is not None else body.input_ids
         self.is_list = not isinstance(given, str) and isinstance(given[0], (str, list))
-        self._prompts = given if self.is_list else [given]
+        self.prompts = given if self.is_list else [given]
         limit = service.settings.max_prompts
-        if len(self._prompts) > limit:
-            raise bad_request(f"{len(self._prompts)} prompts; the limit is {limit} in one call", "text")
+        if len(self.prompts) > limit:
+            raise bad_request(f"{len(self.prompts)} prompts; the limit is {limit} in one call", "text")
         self._service, self._body = service, body
-        self.completion = _completion(body, self._prompts)
+        self.completion = _completion(body, self.prompts)
 
     def encode(self) -> list[list[int]]:
         return [self._service.reader.encode(prompt, "text") if isinstance(prompt, str) else prompt
-                for prompt in self._prompts]
+                for prompt in self.prompts]
 
     # ------------------------------------------------------------------------------------------------- answers
     async def whole(self, service: Service, generation: Generation) -> Any:

@@ -51,8 +51,7 @@ class PromptReader:
         return [prompt] if type(prompt[0]) is int else prompt
 
     def bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as its ids, at the beginning of a text and behind a space. All are checked before one is
-        tokenised."""
+        """Each word as its ids, as it is and behind a space. All are checked before one is tokenised."""
         if len(words) > MAX_BAD_WORDS:
             raise bad_request(f"bad_words has {len(words)} words; the limit is {MAX_BAD_WORDS}", "bad_words")
         for i, word in enumerate(words):
@@ -62,7 +61,7 @@ class PromptReader:
             if not word.strip():
                 raise bad_request(f"bad_words[{i}] is empty", f"bad_words[{i}]")
         texts = dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}"))
-        return tuple(dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in texts))
+        return tuple(dict.fromkeys(tuple(self.tokenizer.encode_inside(text)) for text in texts))
 
     def _check_size(self, characters: int, param: str) -> None:
         """Refuses what cannot fit before it is tokenised, so that a huge text costs nothing."""

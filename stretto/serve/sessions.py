@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -71,7 +71,7 @@ def attach_session(request: Request, generation: Generation, continuation: list[
             raise bad_request("truncate_prompt_tokens cannot be used with an appended turn: the prompt is the session's"
                               " history; use session.offset", "truncate_prompt_tokens")
         if continuation is not None:
-            turn.continuation, turn.join = continuation, True
+            turn.continuation, turn.join = continuation, isinstance(body, ChatRequest)
         elif bos is not None and first.tokens[:1] == [bos]:
             turn.continuation = first.tokens[1:]
     first.session = turn
@@ -80,6 +80,13 @@ def attach_session(request: Request, generation: Generation, continuation: list[
 def appends(body: GenerationBody) -> bool:
     """The body is a turn of a session whose history only the server has."""
     return body.session_params is not None or (body.session is not None and body.session.mode == "append")
+
+
+def text_continuation(service: Service, body: GenerationBody, prompts: Sequence[str | list[int]]) -> list[int] | None:
+    """The ids of a text that is appended to a session's history; None where ids or other texts are."""
+    if not appends(body) or len(prompts) != 1 or not isinstance(prompts[0], str):
+        return None
+    return service.tokenizer.encode_inside(prompts[0])
 
 
 def chat_continuation(service: Service, body: ChatRequest) -> list[int]:

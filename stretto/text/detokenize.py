@@ -1,4 +1,4 @@
-"""From token ids to text, one id at a time, equal to decoding all of them at once.
+"""From token ids to text, one id at a time, equal to decoding all of them at once, behind the prompt they follow.
 
     ids        [F0 9F]  [99]  [82]  [" ok"]  end
     feed       ""       ""    "🙂"   " ok"    flush -> ""
@@ -11,6 +11,11 @@ Two ways, chosen by the tokenizer's decoder:
   ones, and the new text is what the window gained. A run of byte tokens is held until it ends, because one bad byte
   turns all of the run into U+FFFD.
 
+What a decoder does to the first token of a text alone (drop the space that the tokenizer put in front) it does to an
+answer's only where that begins a text: behind nothing, or behind an added token, as tokenizers put their space.
+
+    prompt "Once upon"       ids  [ a] [ time]    " a time"        prompt "... <|assistant|>"    "a time"
+
 No torch in this module.
 """
 
@@ -19,7 +24,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -31,6 +36,10 @@ _MOST_HELD = 64  # tokens that may wait for an unfinished character in a decoder
 
 class Decoder(Protocol):
     """Turns the ids of one answer into text."""
+
+    def follow(self, prompt: Sequence[int]) -> None:
+        """What the answer stands behind; said before the first id, or not at all where it stands alone."""
+        ...
 
     def feed(self, token_id: int) -> str:
         """Text that became certain with this id; often empty or several characters. Never raises for an unknown id."""
@@ -78,6 +87,9 @@ class ByteLevelDecoder:
         self._bytes, self._skipped = token_bytes, skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def follow(self, prompt: Sequence[int]) -> None:
+        """A token's bytes are the same everywhere."""
+
     def feed(self, token_id: int) -> str:
         return "" if token_id in self._skipped else self._utf8.decode(self._bytes[token_id])
 
@@ -86,15 +98,21 @@ class ByteLevelDecoder:
 
 
 class WindowDecoder:
-    """Decodes [context | pending]: `context` is the last token whose text is out, so that what a decoder does to the
-    first token of a text (drop its space) is not done to the ones after it."""
+    """Decodes [context | pending]: `context` is the last token whose text is out, the prompt's at first, so that what a
+    decoder does to the first token of a text (drop its space) is not done to the ones after it. `openers`: a text
+    begins behind these."""
 
-    def __init__(self, backend: Tokenizer, kinds: frozenset[str], skipped: frozenset[int]):
-        self._backend, self._skipped = backend, skipped
+    def __init__(self, backend: Tokenizer, kinds: frozenset[str], skipped: frozenset[int], openers: frozenset[int]):
+        self._backend, self._skipped, self._openers = backend, skipped, openers
         self._byte_fallback, self._byte_level = "ByteFallback" in kinds, "ByteLevel" in kinds
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []
+
+    def follow(self, prompt: Sequence[int]) -> None:
+        if prompt and prompt[-1] not in self._openers:
+            self._context = [prompt[-1]]
+            self._context_text = self._decode(self._context)
 
     def feed(self, token_id: int) -> str:
         token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
@@ -135,11 +153,12 @@ def decoder_factory(backend: Tokenizer, special: frozenset[int]) -> Callable[[bo
     """make(skip_special_tokens) -> a fresh decoder. Tables are shared by all decoders it makes."""
     kinds = decoder_kinds(backend)
     table = TokenBytes(backend, kinds)
+    openers = frozenset(backend.get_added_tokens_decoder())
 
     def make(skip_special_tokens: bool) -> Decoder:
         skipped = special if skip_special_tokens else frozenset()
         if kinds == {"ByteLevel"}:
             return ByteLevelDecoder(table, skipped)
-        return WindowDecoder(backend, kinds, skipped)
+        return WindowDecoder(backend, kinds, skipped, openers)
 
     return make

@@ -4,8 +4,8 @@
     text     "The"  " end"  "."  ""     stop         "\\n#" is held back: it could become the stop string
 
 However the ids are cut into pushes, the joined deltas are the same text, and the stop is found at the same id. What the
-text is, is defined by ids alone: the tokenizer's decoding of the answer's ids up to the stop (the prompt has no say in
-it, so a SentencePiece answer does not begin with a space).
+text is, is defined by ids alone: what the answer's ids up to the stop add to the tokenizer's decoding of the prompt, so
+prompt and answer together are the text of both (`detokenize` says where an answer begins a text of its own).
 
 No torch in this module, and nothing of the host half, which uses it.
 """
@@ -30,6 +30,10 @@ class TextDelta(NamedTuple):
 
 class TextStream(Protocol):
     """Ids to text, one stream a choice; finds stop strings."""
+
+    def follow(self, prompt: Sequence[int]) -> None:
+        """What the answer stands behind; said before the first push."""
+        ...
 
     def push(self, ids: list[int], final: bool) -> TextDelta:
         """`final`: no more ids will come; whatever was held back is released."""
@@ -117,6 +121,9 @@ class IncrementalText:
     def for_request(cls, tokenizer: MakesDecoders, params: SamplingParams) -> IncrementalText:
         return cls(tokenizer.decoder(params.skip_special_tokens), params.stop, include_stop=params.include_stop,
                    min_tokens=params.min_tokens)
+
+    def follow(self, prompt: Sequence[int]) -> None:
+        self._decoder.follow(prompt)
 
     def push(self, ids: Sequence[int], final: bool = False) -> TextDelta:
         """The text that became certain. `final`: no ids follow, so everything held back is released. After a stop, or

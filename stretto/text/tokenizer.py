@@ -47,6 +47,7 @@ class Tokenizer:
         self.backend = parts.backend
         self.segments = Segments(parts.backend)
         self._inside = without_added_space(parts.backend)
+        self._openers = frozenset(parts.backend.get_added_tokens_decoder())
         self.special_ids = frozenset(i for i, t in self.backend.get_added_tokens_decoder().items() if t.special)
         self.vocab_size = self.backend.get_vocab_size()  # ids with a token; a model's logits may be wider
         self._special_tokens = dict(parts.special_tokens)
@@ -84,6 +85,11 @@ class Tokenizer:
     def decoder(self, skip_special_tokens: bool = True) -> Decoder:
         """Decodes one answer id by id; what it gives, joined, is what `decode` gives for all of its ids."""
         return self._decoder(skip_special_tokens)
+
+    def begins_text(self, prompt: Sequence[int]) -> bool:
+        """What stands behind these ids begins a text of its own: there are none, or an added token is the last, behind
+        which tokenizers put their space in front as well."""
+        return not prompt or prompt[-1] in self._openers
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token stands for within a text; b"" for an id without a token. A token of a byte-level

@@ -51,6 +51,9 @@ class PieceStream:
         self.stops, self.keep = sampling.stop, sampling.include_stop
         self.text, self.sent = "", 0
 
+    def follow(self, prompt: list[int]) -> None:
+        pass
+
     def push(self, ids: list[int], final: bool) -> TextDelta:
         for i, token in enumerate(ids):
             self.text += piece(token)

@@ -52,6 +52,9 @@ class ByteDecoder:
         self._tokenizer, self._skip = tokenizer, skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def follow(self, prompt: Sequence[int]) -> None:
+        pass
+
     def feed(self, token_id: int) -> str:
         skipped = self._skip and token_id in SPECIAL
         return "" if skipped else self._utf8.decode(self._tokenizer.token_bytes(token_id))
@@ -73,6 +76,9 @@ class ByteTokenizer:
 
     def encode_inside(self, text: str) -> list[int]:
         return self.encode(text, False)
+
+    def begins_text(self, prompt: Sequence[int]) -> bool:
+        return not prompt or prompt[-1] in SPECIAL
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         kept = (i for i in ids if not (skip_special_tokens and i in SPECIAL))

@@ -52,6 +52,9 @@ def labs(tmp_path_factory):
 class Pieces:
     """Every id is three characters, so that stop strings can begin and end inside of them."""
 
+    def follow(self, prompt: list[int]) -> None:
+        pass
+
     def feed(self, token_id: int) -> str:
         return f"<{token_id:03d}"
 

@@ -251,3 +251,34 @@ def test_unicode_replacement_follows_the_library():
                                             ("aabaabaaab", "aabaaab"), ("#a##b", "##b")])
 def test_stop_that_begins_inside_a_near_miss(text, stop):
     assert run(text, [stop]) == (text[: -len(stop)], stop, len(text))
+
+
+# ------------------------------------------------------------------------------------------------ behind a prompt
+@pytest.mark.parametrize("cut", [1, 2, 3])
+@pytest.mark.parametrize("text", ["Once upon a time there was", "the  end\n of the story", "don't we'll", "世 世 a"])
+def test_prompt_and_answer_are_the_text_of_both(tokenizer, text, cut):
+    ids = tokenizer.encode(text)
+    if tokenizer.decode(ids) != text:
+        pytest.skip("this vocabulary has no tokens for the text")
+    for at in range(1, len(ids)):
+        answer = IncrementalText.for_request(tokenizer, SamplingParams())
+        answer.follow(ids[:at])
+        said = "".join(answer.push(each).text for each in groups(ids[at:], cut)) + answer.push([], True).text
+        if "\ufffd" not in tokenizer.decode(ids[:at]):  # else the prompt ends inside a character
+            assert tokenizer.decode(ids[:at]) + said == text
+
+
+def test_stop_strings_with_a_space_stop_behind_a_prompt(tokenizer):
+    ids = tokenizer.encode("the end")
+    answer = IncrementalText.for_request(tokenizer, SamplingParams(stop=(" end",)))
+    answer.follow(ids)
+    deltas = [answer.push([i]) for i in tokenizer.encode_inside(" end")]
+    assert joined(deltas) == "" and deltas[-1].stop == " end"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_answers_behind_a_header_of_a_template_begin_a_text(tokenizer, skip):
+    ids = tokenizer.encode("<|im_start|>the end")
+    answer = IncrementalText.for_request(tokenizer, SamplingParams(skip_special_tokens=skip))
+    answer.follow(ids[:1])
+    assert answer.push(ids[1:], True).text == "the end"
