@@ -181,13 +181,13 @@ def test_masks_that_are_quick_are_made_where_they_are_asked_for(made, monkeypatc
 
 def test_a_turn_moves_to_the_same_place_or_stays(made) -> None:
     (state,), (other,) = started(made, WORDS, 1), started(made, HEX, 1)
-    state.take([state_id for state_id in Characters().encode("AB")])
+    state.take([state_id for state_id in Characters().encode_inside("AB")])
     before = state.automaton
     state.move(other.compiled.result())  # it cannot come to the same place
     assert state.automaton == before and state.matcher.compute_bitmask() != other.matcher.compute_bitmask()
     state.move(made._compile(WORDS))
     assert state.automaton != before
-    assert state.take(Characters().encode("C4D")) is None
+    assert state.take(Characters().encode_inside("C4D")) is None
 
 
 def test_an_automaton_that_cannot_be_made_changes_nothing(impatient, made, monkeypatch) -> None:
@@ -223,7 +223,7 @@ def test_all_automata_together_are_bounded(impatient, made, monkeypatch) -> None
     old = worlds[0][0].grammar
     for _ in range(4):
         made.spread(worlds[0], 16)
-    assert old.coming is None and len(old.more) == 3 and worlds[0][1].take(Characters().encode("AB")) is None
+    assert old.coming is None and len(old.more) == 3 and worlds[0][1].take(Characters().encode_inside("AB")) is None
     assert started(made, bounded[0], 1)[0].grammar is not old
 
 
