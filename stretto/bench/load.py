@@ -231,7 +231,8 @@ class _Client:
             try:
                 await self._ask(messages, conversation.output_tokens, sample, due, headers)
             except (OSError, ValueError) as e:  # TimeoutError is an OSError
-                sample.error, sample.end = f"{type(e).__name__}: {e}"[:300], time.perf_counter() - due
+                told = str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"
+                sample.error, sample.end = told[:300], time.perf_counter() - due
                 return
             messages.append({"role": "assistant", "content": sample.text})
             due = time.perf_counter()

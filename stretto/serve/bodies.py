@@ -18,6 +18,8 @@ from stretto.serve.service import Service
 BodyT = TypeVar("BodyT", bound=Body)
 MAX_NESTING = 200  # lists and objects within each other; what is parsed here must be written again, on any thread
 LARGE = 64 * 1024  # bodies from this size on are parsed off the event loop
+_JSON_WORDS = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false",
+               type(None): "null"}
 _COMPONENT = "#/components/schemas/{model}"
 
 
@@ -66,7 +68,8 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
     if not _shallow(raw, data):
         raise _too_deep()
     if not isinstance(data, dict):
-        raise bad_request(f"the request body must be a JSON object, not {type(data).__name__}", None, "invalid_json")
+        raise bad_request(f"the request body must be a JSON object, not {_JSON_WORDS[type(data)]}", None,
+                          "invalid_json")
     try:
         return model.model_validate(data)
     except ValidationError as e:

@@ -11,6 +11,7 @@ from stretto.params import MAX_BAD_WORDS
 from stretto.serve.errors import bad_request, unsupported
 from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.schemas import ChatBody, ContentPart, Message
+from stretto.text.chat_template import NoChatTemplate
 
 CHARACTERS_PER_TOKEN = 16  # a prompt with fewer characters per token of context is always tokenised
 MAX_BAD_WORD_CHARACTERS = 1024  # of one word: far more than those few tokens hold that it may have
@@ -92,8 +93,10 @@ class PromptReader:
         try:
             return self.tokenizer.apply_chat_template(messages, self._tools(body), add_generation_prompt=generation,
                                                       **options)
+        except NoChatTemplate as e:
+            raise bad_request(str(e), "messages") from e
         except ValueError as e:
-            raise bad_request(f"the chat template refuses these messages: {e}", "messages") from e
+            raise bad_request(f"the chat template refuses the conversation: {e}", "messages") from e
 
     def _tools(self, body: ChatBody) -> list[dict[str, Any]] | None:
         """What the prompt says of tools: nothing where none may be called."""

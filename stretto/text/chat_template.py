@@ -34,6 +34,10 @@ class ChatTemplateError(ValueError):
     """A template that refuses the messages, fails on them, or exceeds a bound. The message is the template's own."""
 
 
+class NoChatTemplate(ChatTemplateError):
+    """There is none to refuse anything."""
+
+
 class TemplateTooLong(jinja2.TemplateRuntimeError):
     """A rendering that exceeds a bound."""
 
@@ -200,8 +204,8 @@ class ChatTemplate:
         template = self._compiled.get(name)
         if template is None:
             others = f"; it has one for {', '.join(self._compiled)}" if self._compiled else ""
-            raise ChatTemplateError("this model has no chat template: use plain completions, or give the server a"
-                                    f" template{others}")
+            raise NoChatTemplate("this model has no chat template: use plain completions, or give the server a template"
+                                 f" (--chat-template){others}")
         chat = [_plain_message(i, m) for i, m in enumerate(messages)]
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError("continue_final_message and add_generation_prompt exclude each other")

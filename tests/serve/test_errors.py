@@ -14,6 +14,7 @@ import pytest
 
 from stretto.serve.bodies import LARGE, MAX_NESTING
 from stretto.serve.prompts import RESERVED
+from stretto.text.chat_template import ChatTemplateError, NoChatTemplate
 from stretto.text.tokenizer import Tokenizer
 from tests.serve.conftest import Api, make_api
 from tests.serve.fakes import VOCAB, ByteTokenizer, CoreOptions
@@ -402,3 +403,30 @@ async def test_the_openapi_document_describes_the_bodies(api: Api):
     schemas = document["components"]["schemas"]
     assert "messages" in schemas["ChatRequest"]["required"] and "Message" in schemas
     assert (await api.http.get("/docs")).status_code == 200
+
+
+class WithoutTemplate(ByteTokenizer):
+    def apply_chat_template(self, *arguments: Any, **variables: Any) -> Any:
+        raise NoChatTemplate("this model has no chat template")
+
+
+class Refusing(ByteTokenizer):
+    def apply_chat_template(self, *arguments: Any, **variables: Any) -> Any:
+        raise ChatTemplateError("roles must alternate")
+
+
+async def test_of_a_template_is_told_what_happened():
+    """Nothing that is not there refuses; and the words are the same in every API, whatever its fields are called."""
+    for tokenizer, told in ((WithoutTemplate(), "this model has no chat template"),
+                            (Refusing(), "the chat template refuses the conversation: roles must alternate")):
+        async with make_api(tokenizer=tokenizer) as api:
+            for answer, param in ((await api.chat("x"), "messages"),
+                                  (await api.http.post("/v1/responses", json={"input": "x"}), "input")):
+                assert answer.status_code == 400
+                assert answer.json()["error"]["message"] == told and answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("body, word", [("null", "null"), ("[1]", "a list"), ('"x"', "a string"), ("true", "true or")])
+async def test_what_is_no_object_is_called_by_its_name_in_json(api: Api, body: str, word: str):
+    answer = await api.http.post("/v1/completions", content=body)
+    assert answer.json()["error"]["message"].startswith(f"the request body must be a JSON object, not {word}")
