@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from stretto.engine.build import build_core
-from stretto.engine.llm import make_config
+from stretto.engine.llm import LLM, make_config
 from stretto.engine.prepare import prepare
+from stretto.params import SamplingParams
 from stretto.text.tokenizer import load_tokenizer
 from tests.serve.conftest import Api, events, make_api
 
@@ -84,3 +85,12 @@ async def test_texts_are_appended_to_sessions_as_they_are(stories: Api):
     native = (await stories.http.post("/generate", json={"text": " there was", **order})).json()
     assert native["text"] == whole["choices"][0]["text"]
     assert native["meta_info"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+
+
+def test_texts_are_appended_to_conversations_as_they_are():
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    with LLM(str(STORIES), device="cpu", max_model_len=256) as llm, llm.open_session() as talk:
+        (whole,) = llm.generate("Once upon a time, there was", greedy)
+        assert talk.generate("Once upon", greedy).text == " a time,"
+        assert talk.generate(" there was", greedy).text == whole.text
+        assert talk.info.tokens == len(whole.prompt_tokens) + 3
