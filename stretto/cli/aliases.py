@@ -47,6 +47,7 @@ def _never(why: str, *harmless: str) -> Foreign:
 
 
 LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")  # vLLM's longest and shortest n-gram that is looked up
+BOUNDED = {"ngram": "ngram:longest={longest},shortest={shortest}"}  # vLLM's method -> our drafter with its settings
 DRAFT_MODEL = "--speculation's model"  # stands for their own flag until it is joined with the drafter's name
 DRAFT_STEPS = "--speculation-tokens, if no other says it"
 
@@ -320,10 +321,10 @@ def _with_lookup(given: dict[str, object]) -> dict[str, object]:
     bounds = [given[key] for key in LOOKUP if key in given]
     if not bounds:
         return given
-    if given.get("method") != "ngram":
+    if (ours := BOUNDED.get(str(given.get("method")))) is None:
         raise UsageError(f"--speculative-config has {' and '.join(key for key in LOOKUP if key in given)}, which are"
                          ' settings of {"method": "ngram"}')
-    return given | {"method": f"ngram:longest={bounds[0]},shortest={bounds[-1]}"}
+    return given | {"method": ours.format(longest=bounds[0], shortest=bounds[-1])}
 
 
 def as_setting(flag: str, value: str | None) -> tuple[str, object]:
