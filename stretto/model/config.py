@@ -179,6 +179,10 @@ class ModelConfig:
         """What config.json gives under `key`, else the family's default, else None."""
         return self.raw[key] if key in self.raw else _FAMILY_DEFAULTS.get(self.architecture, {}).get(key)
 
+    def size(self, key: str) -> int:
+        """`value`, which must be a positive whole number. Raises ConfigError."""
+        return _positive(self.architecture, key, self.value(key))
+
 
 def read_config(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """config.json (its text part, where a native family runs it) and, if there is one, generation_config.json of an HF

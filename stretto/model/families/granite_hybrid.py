@@ -41,8 +41,8 @@ class _Sizes:
 
     def __init__(self, config: ModelConfig, ranks: int = 1):
         self.heads, self.groups, self.state, self.conv = (
-            self._of(config, name) for name in ("n_heads", "n_groups", "d_state", "d_conv"))
-        inner = self._of(config, "expand") * config.hidden_size
+            config.size(f"mamba_{name}") for name in ("n_heads", "n_groups", "d_state", "d_conv"))
+        inner = config.size("mamba_expand") * config.hidden_size
         if inner % self.heads or self.heads % self.groups:
             raise ConfigError(f"mamba_n_heads is {self.heads}; it must divide the {inner} inner features, and be a"
                               f" multiple of mamba_n_groups, {self.groups}")
@@ -55,13 +55,6 @@ class _Sizes:
         self.heads, self.groups = self.heads // ranks, max(1, self.groups // ranks)
         self.values, self.keys = self.heads * self.width, self.groups * self.state
         self.channels = self.values + 2 * self.keys
-
-    @staticmethod
-    def _of(config: ModelConfig, name: str) -> int:
-        value = config.value(f"mamba_{name}")
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"mamba_{name} is {value!r}; the config must give a positive whole number")
-        return value
 
 
 def _state(config: ModelConfig, shard: Shard) -> StateSpec:

@@ -45,8 +45,8 @@ class Sizes:
 
     def __init__(self, config: ModelConfig, ranks: int = 1):
         self.k_heads, self.v_heads, self.k_dim, self.v_dim, self.conv = (
-            self._of(config, name) for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim",
-                                                "conv_kernel_dim"))
+            config.size(f"linear_{name}") for name in (
+                "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"))
         if self.v_heads % self.k_heads:
             raise ConfigError(f"linear_num_value_heads {self.v_heads} is not a multiple of linear_num_key_heads "
                               f"{self.k_heads}")
@@ -58,13 +58,6 @@ class Sizes:
         self.k_heads, self.v_heads = self.k_heads // ranks, self.v_heads // ranks
         self.keys, self.values = self.k_heads * self.k_dim, self.v_heads * self.v_dim
         self.channels = 2 * self.keys + self.values
-
-    @staticmethod
-    def _of(config: ModelConfig, name: str) -> int:
-        value = config.value(f"linear_{name}")
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"linear_{name} is {value!r}; the config must give a positive whole number")
-        return value
 
 
 def _state(config: ModelConfig, shard: Shard) -> StateSpec:
