@@ -34,10 +34,11 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
                  for window in config.windows)
 
 
-def rotary_of(config: ModelConfig, context: DrafterContext, ahead: int) -> Rotary:
-    """For the positions that are served and those that a proposal reaches past them, or as many as the drafter has."""
+def rotary_of(config: ModelConfig, context: DrafterContext, ahead: int, ordered: bool = False) -> Rotary:
+    """For the positions that are served and those that a proposal reaches past them, or as many as the drafter has.
+    `ordered`: as `Rotary` takes it."""
     positions = min(config.max_position, context.positions + ahead) if context.positions else config.max_position
-    return Rotary(config.rope, config.head_dim, positions, context.device)
+    return Rotary(config.rope, config.head_dim, positions, context.device, ordered)
 
 
 def kv_groups(config: ModelConfig) -> tuple[tuple[int | None, int, int], ...]:

@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import torch
 
-from stretto.attn.api import Attend, LayerSpec
+from stretto.attn.api import Attend
 from stretto.model.config import ModelConfig
 from stretto.model.decoder import Decoder, DecoderLayer, reorders
-from stretto.model.layers import Linear, Rotary
+from stretto.model.layers import Linear
 from stretto.model.source import WeightSource
 from stretto.spec.context import DrafterContext, DrafterError
+from stretto.spec.layers import layer_specs, rotary_of
 from stretto.spec.sources import draft_weights, renamed
 
 PREFIX = "mtp."
@@ -40,15 +41,13 @@ class OwnLayerModel:
                                f" {config.architecture} is not built natively here: serve it without")
         c, style = layer_config(config, source), context.model.style
         w = draft_weights(renamed(source, _alone, context.device), context)
-        positions = min(c.max_position, context.positions + context.width) if context.positions else c.max_position
-        self.layers: tuple[LayerSpec, ...] = (LayerSpec(c.n_heads, c.n_kv_heads, c.head_dim, c.head_dim**-0.5),)
-        self.max_position = c.max_position
+        self.layers, self.max_position = layer_specs(c), c.max_position
         self.token_norm, self.hidden_norm, self.output_norm = (
             style.norm(w, f"{PREFIX}{name}", c.hidden_size, c.norm_eps)
             for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"))
         self.projection = Linear(w, [(f"{PREFIX}fc", c.hidden_size)], 2 * c.hidden_size)
         self.decoder = DecoderLayer(c, w, 0, style)
-        self.rotary = Rotary(c.rope, c.head_dim, positions, context.device, reorders(c, style))
+        self.rotary = rotary_of(c, context, context.width, reorders(c, style))
         w.fill()
         self.embed, self.head = context.lent_embedding(), context.model.logits
 
