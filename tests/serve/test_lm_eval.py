@@ -159,10 +159,13 @@ class Reference:
         return sum(p for p, _ in rows), all(best for _, best in rows)
 
     def answer(self, text: str, n: int) -> str:
+        """What follows `text`, up to the first full stop: with the space that a tokenizer drops at a text's beginning."""
         ids = torch.tensor([self.ids(text)])
-        made = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False,
-                                   pad_token_id=0)[0, ids.shape[1] :]
-        return self.tokenizer.decode(made, skip_special_tokens=True).partition(".")[0]
+        whole = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False,
+                                    pad_token_id=0)[0]
+        asked, said = (self.tokenizer.decode(made, skip_special_tokens=True) for made in (ids[0], whole))
+        assert said.startswith(asked)
+        return said.removeprefix(asked).partition(".")[0]
 
 
 def compare(found: dict[str, list[dict[str, Any]]], reference: Reference) -> None:
