@@ -14,7 +14,8 @@ import statistics
 
 import torch
 
-from stretto.ops.grouped import Gate, choose, combine, group_by_expert, grouped_linear
+from stretto.ops.gates import Gate
+from stretto.ops.grouped import choose, combine, group_by_expert, grouped_linear
 
 SHAPES = {  # experts, chosen, hidden, inner
     "qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880), "mixtral-8x7b": (8, 2, 4096, 14336)}

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from stretto.ops.recurrent import PartMemory, StateStep, causal_conv, gated_delta_rule
+from stretto.ops.recurrent import causal_conv, gated_delta_rule
+from stretto.ops.state_step import PartMemory, StateStep
 from stretto.ragged import RaggedStep
 
 K_HEADS, V_HEADS, DIM, WIDTH, PAGE = 16, 32, 128, 4, 16

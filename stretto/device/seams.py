@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from stretto.device.kv import POISON
-from stretto.ops.recurrent import may_end
+from stretto.ops.state_step import may_end
 from stretto.ragged import RaggedStep
 from stretto.wire import Int, Seam
 

@@ -15,7 +15,7 @@ import torch
 from stretto.attn.api import GroupSpec, LayerSpec, StateSpec
 from stretto.device.kv import POISON, KVCache, group_layers
 from stretto.model.api import CausalModel
-from stretto.ops.recurrent import PartMemory, StateStep, StepStates
+from stretto.ops.state_step import PartMemory, StateStep, StepStates
 from stretto.ragged import RaggedStep
 from stretto.wire import STATE, Int, Seam
 

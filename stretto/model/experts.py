@@ -20,7 +20,8 @@ from stretto.model.packed_matrix import packed_matrix
 from stretto.model.shard import Shard
 from stretto.model.weights import Weights
 from stretto.ops.fixed import by_rows
-from stretto.ops.grouped import Gate, Groups, choose, combine, group_by_expert, grouped_linear
+from stretto.ops.gates import Gate
+from stretto.ops.grouped import Groups, choose, combine, group_by_expert, grouped_linear
 from stretto.ops.packed import Packed
 
 Route = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]  # logits [T, E], K -> weights, experts [T, K]

@@ -24,7 +24,7 @@ from stretto.model.shard import Columns, Piece, columns_of, first_holder, heads_
 from stretto.model.weights import Weights
 from stretto.ops.attend import StepAttention
 from stretto.ops.fixed import elementwise
-from stretto.ops.layer import GATES as ACTIVATIONS
+from stretto.ops.gates import GATES as ACTIVATIONS
 from stretto.ops.layer import HeadWeights, Rope, gate, rms_norm, rotate
 from stretto.ops.packed import Packed
 

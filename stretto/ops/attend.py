@@ -10,7 +10,7 @@ import torch
 from stretto.attn.api import AttentionBackend, GroupSpec, LayerSpec, ProjectedBackend
 from stretto.ops.fp8 import KVScales
 from stretto.ops.layer import HeadWeights, Rope, rotate_and_write
-from stretto.ops.recurrent import StepStates
+from stretto.ops.state_step import StepStates
 from stretto.ragged import RaggedStep
 
 

@@ -18,27 +18,9 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from stretto.ops.layer import GATES
+from stretto.ops.gates import Gate
 
 FIXED_ROWS = 64  # of a block, where rounding may not depend on the batch
-
-
-@dataclass(frozen=True)
-class Gate:
-    """What the two halves of a product become: act(first) * second, act one of `layer.GATES`; or, "clamped", with
-    first and second clamped to `limit` (second from both sides), (second + 1) * first * sigmoid(alpha * first)."""
-
-    act: str
-    alpha: float = 0.0
-    limit: float = 0.0
-
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[N, 2 F] -> [N, F]."""
-        first, second = gate_up.chunk(2, dim=-1)
-        if self.act != "clamped":
-            return GATES[self.act](first) * second
-        first, second = first.clamp(max=self.limit), second.clamp(-self.limit, self.limit)
-        return (second + 1) * (first * torch.sigmoid(first * self.alpha))
 
 
 def choose(logits: torch.Tensor, k: int, of_all: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from stretto.ops.fp8 import KVScales
+from stretto.ops.gates import GATES
 from stretto.ops.kv_write import write_kv_reference
-
-GATES = {"silu": F.silu, "swish": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-         "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu, "relu": F.relu}
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """Where to rotate to, as `model.layers.Rotary.at` gives it. CPU: cos and signed sin, each [T, 1, D] float32. CUDA: the

@@ -20,7 +20,6 @@ written in the step that reads it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -28,11 +27,9 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from stretto.ops.launch import dependent, overlaps
+from stretto.ops.state_step import PartMemory, StateStep
 from stretto.ops.triton_dot import dot
 from stretto.ops.triton_launch import begin
-
-if TYPE_CHECKING:
-    from stretto.ops.recurrent import PartMemory, StateStep
 
 SHORT = 24  # most tokens of a row that is fed token by token, where long ones are fed in chunks
 CHUNKS = False  # off until tests/gpu/test_states_cuda.py has passed: with another tiling a device read out of bounds

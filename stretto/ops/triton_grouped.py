@@ -8,20 +8,17 @@ one order, whatever the batch, by one program.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from stretto.ops.gates import Gate
 from stretto.ops.launch import dependent, overlaps
 from stretto.ops.triton_dot import dot
 from stretto.ops.triton_launch import begin
 from stretto.ops.triton_layer import ACTS, activate
-
-if TYPE_CHECKING:
-    from stretto.ops.grouped import Gate
 
 
 @triton.jit

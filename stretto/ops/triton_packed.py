@@ -12,22 +12,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from stretto.ops.gates import Gate
 from stretto.ops.launch import dependent, multiprocessors, overlaps, shared_memory
 from stretto.ops.packed import BLOCK, ByGroups, Packed
 from stretto.ops.triton_dot import dot
 from stretto.ops.triton_fp8 import rounded
 from stretto.ops.triton_grouped import Tile, block_of, blocks_of, finish, gate_options, rows_of
 from stretto.ops.triton_launch import begin
-
-if TYPE_CHECKING:
-    from stretto.ops.grouped import Gate
 
 HALF = tl.constexpr(BLOCK // 2)
 STAGES = 4

@@ -6,17 +6,13 @@ written in the step that reads it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from stretto.ops.launch import dependent, overlaps
+from stretto.ops.state_step import PartMemory, StateStep
 from stretto.ops.triton_launch import begin
-
-if TYPE_CHECKING:
-    from stretto.ops.recurrent import PartMemory, StateStep
 
 CHANNELS = 256  # of one program of the convolution
 TOKENS = 8  # of one program of it, in steps of more than FEW

@@ -43,6 +43,11 @@ class ChainModel(Protocol):
         ...
 
 
+def last_hidden(taps: dict[str, torch.Tensor]) -> torch.Tensor:
+    """`ChainModel.features` of one that reads what the target's head reads, as it is."""
+    return taps["hidden.last"]
+
+
 class ChainDrafter:
     """`spec.api.Drafter` around a `ChainModel`."""
 

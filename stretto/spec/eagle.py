@@ -14,7 +14,7 @@ from stretto.attn.api import Attend
 from stretto.model.config import ModelConfig
 from stretto.model.layers import Linear, RMSNorm
 from stretto.spec.api import Drafter, DrafterCaps
-from stretto.spec.chain import ChainDrafter
+from stretto.spec.chain import ChainDrafter, last_hidden
 from stretto.spec.context import DrafterContext, DrafterSizes, Target
 from stretto.spec.layers import DraftLayer, kv_groups, layer_specs, rotary_of, style_of
 from stretto.spec.repos import DraftRepo, check_equal, check_vocabulary, count_parameters, open_repo
@@ -37,6 +37,7 @@ class EagleModel:
     """`spec.chain.ChainModel`."""
 
     shift = 1
+    features = staticmethod(last_hidden)
 
     def __init__(self, repo: DraftRepo, config: ModelConfig, context: DrafterContext):
         assert context.model is not None
@@ -52,10 +53,7 @@ class EagleModel:
         self.rotary = rotary_of(config, context, context.width)
         w.ignore("embed_tokens.weight", "lm_head.weight")
         w.fill()
-        self.embed, self.head = context.lent_embedding(), context.model.logits
-
-    def features(self, taps: dict[str, torch.Tensor]) -> torch.Tensor:
-        return taps["hidden.last"]
+        self.embed, self.logits = context.lent_embedding(), context.model.logits
 
     def forward(self, ids: torch.Tensor, features: torch.Tensor | None, positions: torch.Tensor,
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -66,9 +64,6 @@ class EagleModel:
         for norm, layer in zip(self.norms, self.decoder[1:], strict=True):
             hidden = layer(norm(hidden), hidden, rope, attend)
         return hidden, hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
 
 
 class Eagle:

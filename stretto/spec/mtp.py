@@ -23,7 +23,7 @@ from stretto.model.layers import Linear, RMSNorm
 from stretto.model.quantization import parse_quantization
 from stretto.model.source import SafetensorsSource, WeightSource
 from stretto.spec.api import Drafter, DrafterCaps
-from stretto.spec.chain import ChainDrafter, ChainModel
+from stretto.spec.chain import ChainDrafter, ChainModel, last_hidden
 from stretto.spec.context import DrafterContext, DrafterError, DrafterSizes, Target
 from stretto.spec.eagle import chain_caps
 from stretto.spec.layers import DraftLayer, kv_groups, layer_specs, rotary_of, style_of
@@ -56,6 +56,7 @@ class MTPModel:
     """`spec.chain.ChainModel`."""
 
     shift = 1
+    features = staticmethod(last_hidden)
 
     def __init__(self, naming: Naming, source: WeightSource, config: ModelConfig, context: DrafterContext):
         assert context.model is not None
@@ -73,10 +74,7 @@ class MTPModel:
         self.output_norm = RMSNorm(w, f"mtp.{naming.output_norm}", c.hidden_size, c.norm_eps)
         self.rotary = rotary_of(c, context, context.width)
         w.fill()
-        self.embed, self.head = context.lent_embedding(), context.model.logits
-
-    def features(self, taps: dict[str, torch.Tensor]) -> torch.Tensor:
-        return taps["hidden.last"]
+        self.embed, self.logits = context.lent_embedding(), context.model.logits
 
     def forward(self, ids: torch.Tensor, features: torch.Tensor | None, positions: torch.Tensor,
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -86,9 +84,6 @@ class MTPModel:
         residual = self.projection(torch.cat(pair, 1))
         out = self.output_norm(self.decoder(self.input_norm(residual), residual, self.rotary.at(positions), attend))
         return out, out
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
 
 
 class MTP:

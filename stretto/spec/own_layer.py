@@ -15,6 +15,7 @@ from stretto.model.config import ModelConfig
 from stretto.model.decoder import Decoder, DecoderLayer, reorders
 from stretto.model.layers import Linear
 from stretto.model.source import WeightSource
+from stretto.spec.chain import last_hidden
 from stretto.spec.context import DrafterContext, DrafterError
 from stretto.spec.layers import layer_specs, rotary_of
 from stretto.spec.sources import draft_weights, renamed
@@ -33,6 +34,7 @@ class OwnLayerModel:
     """`spec.chain.ChainModel`."""
 
     shift = 1
+    features = staticmethod(last_hidden)
 
     def __init__(self, source: WeightSource, config: ModelConfig, context: DrafterContext):
         """`config`: the target's. Raises DrafterError for a target that is none of our decoders."""
@@ -49,10 +51,7 @@ class OwnLayerModel:
         self.decoder = DecoderLayer(c, w, 0, style)
         self.rotary = rotary_of(c, context, context.width, reorders(c, style))
         w.fill()
-        self.embed, self.head = context.lent_embedding(), context.model.logits
-
-    def features(self, taps: dict[str, torch.Tensor]) -> torch.Tensor:
-        return taps["hidden.last"]
+        self.embed, self.logits = context.lent_embedding(), context.model.logits
 
     def forward(self, ids: torch.Tensor, features: torch.Tensor | None, positions: torch.Tensor,
                 attend: Attend) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -61,9 +60,6 @@ class OwnLayerModel:
         out = self.decoder(self.projection(torch.cat(pair, 1)), self.rotary.at(positions), attend)
         out = self.output_norm(out)
         return out, out
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
 
 
 def _alone(name: str) -> str | None:

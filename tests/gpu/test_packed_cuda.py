@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stretto.ops.grouped import Gate, group_by_expert
+from stretto.ops.gates import Gate
+from stretto.ops.grouped import group_by_expert
 from stretto.ops.packed import Layout, Packed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.ops.recurrent import PartMemory, StateStep, recurrence_reference
+from stretto.ops.recurrent import recurrence_reference
+from stretto.ops.state_step import PartMemory, StateStep
 from stretto.ops.triton_delta import SHORT, launch_delta_rule
 from stretto.ragged import RaggedStep
 

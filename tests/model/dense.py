@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stretto.attn.api import LayerSpec, StateSpec
-from stretto.ops.recurrent import PartMemory, StateStep, StepStates
+from stretto.ops.state_step import PartMemory, StateStep, StepStates
 from stretto.ragged import RaggedStep
 
 

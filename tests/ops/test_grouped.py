@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.ops.grouped import Gate, choose_reference, combine_reference, group_by_expert, grouped_linear_reference
+from stretto.ops.gates import Gate
+from stretto.ops.grouped import choose_reference, combine_reference, group_by_expert, grouped_linear_reference
 from stretto.ops.triton_grouped import INTERPRETED, launch_choose, launch_combine, launch_group, launch_grouped
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stretto.ops.layer import GATES, HeadWeights, rotate_and_write_reference
+from stretto.ops.gates import GATES
+from stretto.ops.layer import HeadWeights, rotate_and_write_reference
 from stretto.ops.triton_layer import launch_gate, launch_rms_norm, launch_rotate, launch_rotate_and_write
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

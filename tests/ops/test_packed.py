@@ -18,7 +18,8 @@ from stretto.model.packed_matrix import (
     packed_matrix,
     stays_packed,
 )
-from stretto.ops.grouped import Gate, group_by_expert, grouped_linear_reference
+from stretto.ops.gates import Gate
+from stretto.ops.grouped import group_by_expert, grouped_linear_reference
 from stretto.ops.packed import MOST_ROWS, Layout, Packed, pack4, unpack4
 from stretto.ops.triton_packed import (
     INTERPRETED,

@@ -159,7 +159,7 @@ class Reference:
         return sum(p for p, _ in rows), all(best for _, best in rows)
 
     def answer(self, text: str, n: int) -> str:
-        """What follows `text`, up to the first full stop: with the space that a tokenizer drops at a text's beginning."""
+        """What follows `text`, up to the first full stop, with the space that a text's beginning would lose."""
         ids = torch.tensor([self.ids(text)])
         whole = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False,
                                     pad_token_id=0)[0]

@@ -27,7 +27,8 @@ from stretto.model.shard import Piece, Shard, cut, rows_of
 from stretto.model.weights import Weights
 from stretto.ops.fixed import by_rows
 from stretto.ops.layer import Rope
-from stretto.ops.recurrent import StepStates, causal_conv, state_space
+from stretto.ops.recurrent import causal_conv, state_space
+from stretto.ops.state_step import StepStates
 
 
 def granite_hybrid(config: ModelConfig, w: Weights, context: int) -> Decoder:

@@ -20,7 +20,8 @@ from stretto.model.layers import GatedMLP, HeadNorm, Linear
 from stretto.model.shard import cut
 from stretto.model.weights import Weights
 from stretto.ops.fixed import elementwise
-from stretto.ops.grouped import Gate, group_by_expert
+from stretto.ops.gates import Gate
+from stretto.ops.grouped import group_by_expert
 from stretto.ops.layer import HeadWeights, Rope
 
 

@@ -26,7 +26,7 @@ from stretto.model.experts import (
 from stretto.model.layers import ACTIVATIONS, Linear
 from stretto.model.shard import cut, rows_of, whole
 from stretto.model.weights import Weights
-from stretto.ops.grouped import Gate
+from stretto.ops.gates import Gate
 
 
 def mixtral(config: ModelConfig, w: Weights, context: int) -> Decoder:

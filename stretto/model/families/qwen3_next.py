@@ -26,7 +26,8 @@ from stretto.model.weights import Weights
 from stretto.ops.delta_net import delta_inputs, gated_norm
 from stretto.ops.fixed import by_rows
 from stretto.ops.layer import Rope
-from stretto.ops.recurrent import StepStates, causal_conv, gated_delta_rule
+from stretto.ops.recurrent import causal_conv, gated_delta_rule
+from stretto.ops.state_step import StepStates
 
 
 def qwen3_next(config: ModelConfig, w: Weights, context: int) -> Decoder:
