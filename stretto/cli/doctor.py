@@ -20,6 +20,7 @@ from huggingface_hub import constants
 from rich.table import Table
 from rich.text import Text
 
+from stretto.cache import cache_folder
 from stretto.cli.failures import EXIT_FAILED, CommandFailed
 from stretto.cli.options import SERVER, ServerOptions
 from stretto.cli.screen import show
@@ -29,7 +30,7 @@ from stretto.config import MIB, Config, SpeculationSection, gib
 from stretto.engine.llm import LLM
 from stretto.engine.prepare import Prepared, prepare
 from stretto.facts import device_facts, usable_cores
-from stretto.model.hub import cache_folder, hub_trouble
+from stretto.model.hub import hub_trouble
 from stretto.params import SamplingParams
 from stretto.resolve import check_values
 from stretto.spec.context import DrafterError

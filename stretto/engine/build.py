@@ -19,6 +19,7 @@ import torch
 from stretto import __version__
 from stretto.attn.api import AttentionBackend
 from stretto.attn.select import choose_backend
+from stretto.cache import cache_folder
 from stretto.compat import ConfigError, Refusal, attention_component, attention_features, check
 from stretto.config import (
     Resolved,
@@ -51,7 +52,6 @@ from stretto.host.sizes import is_first
 from stretto.model.api import CausalModel
 from stretto.model.config import read_config, token_ids
 from stretto.model.gguf import gguf_config
-from stretto.model.hub import cache_folder
 from stretto.model.load import load_model
 from stretto.model.lora import AdapterBank
 from stretto.model.pooling import pooling_facts

