@@ -102,13 +102,18 @@ def _child_main(factory: CoreFactory, address: str, parent_pid: int, log_level: 
     sys.exit(0 if clean else 1)
 
 
-def _make_settled(factory: CoreFactory) -> Core:
-    """The core, with everything made so far left to Python's cycle collector no more: it would look through all of it
-    again and again (70 ms a time), and finds nothing there, since the host half makes no cycles."""
-    core = factory()
+def spare_collector() -> None:
+    """What this process has made so far is left to Python's cycle collector no more: it would look through all of it
+    again and again (70 ms a time), while steps and streams wait, and find nothing there. Called once it is ready. What
+    comes later is still looked through, less often: messages hold containers and no cycles."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+def _make_settled(factory: CoreFactory) -> Core:
+    core = factory()
+    spare_collector()
     return core
 
 

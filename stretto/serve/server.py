@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stretto.engine.client import EngineClient
 from stretto.engine.loop import CoreFactory
+from stretto.engine.process import spare_collector
 from stretto.engine.supervisor import Supervisor
 from stretto.protocol import EngineDead, EngineInfo
 from stretto.serve.app import build_app
@@ -203,6 +204,7 @@ class _Server:
         endpoint = self.settings.otlp_traces_endpoint
         app = build_app(engine, tokenizer, self.settings, otlp_provider(endpoint) if endpoint else None)
         engine.on_change = app.state.service.note_interruption
+        spare_collector()
         self.gate.app = app
         if self.on_ready is not None:
             self.on_ready(engine.info, url)
