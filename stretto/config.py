@@ -25,6 +25,10 @@ DEFAULT_DRAFT_TOKENS = 4
 HOST_STAGING = 64 * MIB  # device memory in which pages are gathered on their way to host memory and back
 
 
+class UsageError(ValueError):
+    """A command line, variable, file or mapping of settings that cannot be understood."""
+
+
 # ------------------------------------------------------------------------------------------------ what a user may set
 @dataclass(frozen=True)
 class ModelSection:

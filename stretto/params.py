@@ -31,9 +31,16 @@ _RANGES = (("temperature", 0.0, 1e6), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), 
            ("min_tokens", 0, 2**31 - 1))
 
 
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_INTEGERS = ("top_k", "min_tokens", "n")
-_INTEGERS_OR_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "speculation")
+# types of fields: those that there may be, as they are kept, and in words
+_NUMBER = (Real, float, "a number")
+_INTEGER = (Integral, int, "an integer")
+_MAYBE = (Integral, int, "an integer or None")
+_SWITCH = (bool, bool, "True or False")
+_TYPES = {**dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+                           "frequency_penalty"), _NUMBER),
+          **dict.fromkeys(("top_k", "min_tokens", "n"), _INTEGER),
+          **dict.fromkeys(("max_tokens", "seed", "logprobs", "prompt_logprobs", "speculation"), _MAYBE),
+          **dict.fromkeys(("ignore_eos", "include_stop", "skip_special_tokens"), _SWITCH)}
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_processors")
 
 
@@ -43,6 +50,11 @@ class ParameterError(ValueError):
     def __init__(self, param: str, message: str):
         super().__init__(message)
         self.param = param
+
+
+def _wrong_type(name: str, value: object, word: str, verb: str = "is") -> ParameterError:
+    must = "it must be" if verb == "is" else "each must be"
+    return ParameterError(name, f"{name} {verb} {str(value)[:64]!r} ({type(value).__name__}); {must} {word}")
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -76,7 +88,8 @@ class ProcessorUse(msgspec.Struct, frozen=True, omit_defaults=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Defaults are those of the OpenAI API, except temperature and top_p, which a model's generation_config may set.
 
-    Made without any check: limits are those of the engine that a request goes to, which refuses it by `check`."""
+    What no engine could honour raises ParameterError when it is made; what depends on a model or a server, its
+    vocabulary and its limit of log-probabilities, is refused by `check` of the engine that a request goes to."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -103,47 +116,89 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_processors: tuple[ProcessorUse, ...] = ()  # in the order of their names, code last
     speculation: int | None = None  # most drafts a step for this request; None: the server's setting; 0: off
 
-    def check(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
-        """Raises ParameterError, naming the field, the value and the limit. max_logprobs: the server's limit; -1: the
-        vocabulary."""
-        self.check_types()
+    def __post_init__(self) -> None:
+        """Raises ParameterError, naming the field, the value and the limit. Lists become tuples, a stop string a tuple
+        of one, None in place of a list an empty one, numbers of other libraries Python's own."""
+        self._check_types()
         self._check_ranges()
-        self._check_logprobs(vocab_size, max_logprobs)
-        if not 1 <= self.n <= MAX_CHOICES:
-            raise ParameterError("n", f"n is {self.n}; it must lie in 1..{MAX_CHOICES}")
-        if self.max_tokens is not None and self.max_tokens < 0:
-            raise ParameterError("max_tokens", f"max_tokens is {self.max_tokens}; it must be 0 or more")
+        for name, most in (("n", MAX_CHOICES), ("logprobs", None), ("prompt_logprobs", None), ("max_tokens", None)):
+            self._check_count(name, most)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParameterError("min_tokens", f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise ParameterError("stop", f"{len(self.stop)} stop strings; the limit is {MAX_STOP_STRINGS}")
-        if any(not s for s in self.stop):
-            raise ParameterError("stop", "a stop string is empty")
-        if len(self.stop_token_ids) > MAX_STOP_IDS // 2:
-            raise ParameterError("stop_token_ids", f"{len(self.stop_token_ids)} ids; the limit is {MAX_STOP_IDS // 2}")
-        self._check_ids("stop_token_ids", self.stop_token_ids, vocab_size)
-        if len(self.logit_bias) > MAX_BIASES:
-            raise ParameterError("logit_bias", f"{len(self.logit_bias)} entries; the limit is {MAX_BIASES}")
-        self._check_ids("logit_bias", self.logit_bias, vocab_size)
-        self._check_restrictions(vocab_size)
+        self._check_lengths()
+        self._check_restrictions()
         self._check_processors()
         for value in self.logit_bias.values():
             if not (math.isfinite(value) and -100 <= value <= 100):
                 raise ParameterError("logit_bias", f"a bias is {value}; it must lie in -100..100")
 
-    def check_types(self) -> None:
-        """Raises ParameterError for a value of another type than its field is of."""
-        for names, kind, word in ((_NUMBERS, Real, "a number"), (_INTEGERS, Integral, "an integer"),
-                                  (_INTEGERS_OR_NONE, (Integral, type(None)), "an integer or None"),
-                                  (_LISTS, (tuple, list), "a tuple")):
-            for name in names:
-                value = getattr(self, name)
-                if not isinstance(value, kind) or isinstance(value, bool):  # type: ignore[arg-type]
-                    raise ParameterError(name, f"{name} is {str(value)[:64]!r} ({type(value).__name__}); it must be"
-                                               f" {word}")
-
-    def _check_restrictions(self, vocab_size: int) -> None:
+    def check(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
+        """Raises ParameterError, naming the field, the value and the limit. max_logprobs: the server's limit; -1: the
+        vocabulary."""
+        self._check_logprobs(vocab_size, max_logprobs)
+        self._check_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        self._check_ids("logit_bias", self.logit_bias, vocab_size)
         self._check_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        for run in self.bad_words:
+            self._check_ids("bad_words", run, vocab_size)
+
+    def _check_types(self) -> None:
+        for name, (kind, kept, word) in _TYPES.items():
+            value = getattr(self, name)
+            if type(value) is kept or (value is None and word is _MAYBE[2]):
+                continue
+            if not isinstance(value, kind) or (isinstance(value, bool) and kept is not bool):
+                raise _wrong_type(name, value, word)
+            if type(value) is not int:  # 1 stays 1 where 1.0 would do
+                msgspec.structs.force_setattr(self, name, kept(value))
+        for name in _LISTS:
+            value = getattr(self, name)
+            if type(value) is tuple:
+                continue
+            if not isinstance(value, (tuple, list, type(None), str if name == "stop" else tuple)):
+                raise _wrong_type(name, value, "a tuple")
+            msgspec.structs.force_setattr(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        if not isinstance(self.logit_bias, dict):
+            raise _wrong_type("logit_bias", self.logit_bias, "a dict of token ids and biases")
+        self._check_items()
+
+    def _check_items(self) -> None:
+        for text in self.stop:
+            if not isinstance(text, str):
+                raise _wrong_type("stop", text, "text", "holds")
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids),
+                          ("logit_bias", self.logit_bias)):
+            for token in ids:
+                if not isinstance(token, Integral):
+                    raise _wrong_type(name, token, "a token id", "holds")
+        for value in self.logit_bias.values():
+            if not isinstance(value, Real):
+                raise _wrong_type("logit_bias", value, "a number", "holds")
+        for run in self.bad_words:
+            if not isinstance(run, (tuple, list)) or not all(isinstance(token, Integral) for token in run):
+                raise _wrong_type("bad_words", run, "the token ids of a word, which encode_inside of the tokenizer"
+                                                    " gives", "holds")
+        if any(type(run) is list for run in self.bad_words):
+            msgspec.structs.force_setattr(self, "bad_words", tuple(map(tuple, self.bad_words)))
+
+    def _check_count(self, name: str, most: int | None) -> None:
+        value = getattr(self, name)
+        least = {"n": 1, "max_tokens": 0}.get(name, -1)
+        if value is not None and not (value >= least and (most is None or value <= most)):
+            room = f"lie in {least}..{most}" if most is not None else f"be {least} or more"
+            raise ParameterError(name, f"{name} is {value}; it must {room}")
+
+    def _check_lengths(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ParameterError("stop", f"{len(self.stop)} stop strings; the limit is {MAX_STOP_STRINGS}")
+        if not all(self.stop):
+            raise ParameterError("stop", "a stop string is empty")
+        if len(self.stop_token_ids) > MAX_STOP_IDS // 2:
+            raise ParameterError("stop_token_ids", f"{len(self.stop_token_ids)} ids; the limit is {MAX_STOP_IDS // 2}")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise ParameterError("logit_bias", f"{len(self.logit_bias)} entries; the limit is {MAX_BIASES}")
+
+    def _check_restrictions(self) -> None:
         if self.allowed_token_ids and self.grammar is not None:
             raise ParameterError("allowed_token_ids", "allowed_token_ids and a grammar exclude each other: the ids may"
                                  " leave nothing of what the grammar demands; say it in the grammar")
@@ -154,7 +209,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if not 1 <= len(run) <= MAX_BAD_WORD:
                 raise ParameterError("bad_words", f"bad_words has one of {len(run)} tokens; it must have"
                                                   f" 1..{MAX_BAD_WORD}")
-            self._check_ids("bad_words", run, vocab_size)
 
     def _check_logprobs(self, vocab_size: int, limit: int) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -190,7 +244,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if not (math.isfinite(value) and low <= value <= high):
-                raise ParameterError(name, f"{name} is {value}; it must lie in {low}..{high:g}")
+                raise ParameterError(name, f"{name} is {value}; it must lie in {low:g}..{high:g}")
         for name in ("top_p", "repetition_penalty"):
             if getattr(self, name) == 0:
                 raise ParameterError(name, f"{name} is 0; it must be above 0")

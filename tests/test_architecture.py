@@ -81,7 +81,7 @@ TORCH_FREE = ("stretto.host", "stretto.wire", "stretto.params", "stretto.protoco
               "stretto.bench.load", "stretto.bench.plots", "stretto.bench.compare", "stretto.cli.evaluate",
               "stretto.cli.run_batch", "stretto.cli.remote", "stretto.cli.bench_serve", "stretto.cli.bench_results",
               "stretto.cli.completion", "stretto.replicas", "stretto.cli.replicas", "stretto.cli.server",
-              "stretto.plan", "stretto.cli.plan", "stretto.cli.mapped")
+              "stretto.plan", "stretto.cli.plan", "stretto.cli.mapped", "stretto.foreign")
 
 IMPORT_WITHOUT_TORCH = """
 import importlib, sys

@@ -20,7 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from stretto import __version__
 from stretto.cli.flags import with_table
 from stretto.cli.main import build_app
-from stretto.cli.sources import read_units, setting_names, translate_tokens
+from stretto.cli.sources import read_units
+from stretto.foreign.translate import setting_names, translate_tokens
 from stretto.matrix import load
 from stretto.protocol import EngineInfo, EngineStats
 from stretto.serve.errors import REFUSALS

@@ -108,8 +108,8 @@ def _sampling(llm: LLM, answer: AnswerOptions) -> SamplingParams:
     """The command line's values, else those of the model's generation_config.json."""
     named = {"temperature": answer.temperature, "top_p": answer.top_p, "max_tokens": answer.max_tokens}
     values = dict(llm.prepared.resolved.sampling_defaults) | {k: v for k, v in named.items() if v is not None}
-    sampling = SamplingParams(**values)  # type: ignore[arg-type]
     try:
+        sampling = SamplingParams(**values)  # type: ignore[arg-type]
         sampling.check(llm.info.vocab_size)
     except ParameterError as e:
         raise CommandFailed(str(e)) from e

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from stretto.compat import ConfigError
+from stretto.config import UsageError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2  # the command line cannot be understood
@@ -16,10 +17,6 @@ EXIT_PIPE = 128 + 13  # as a shell reports SIGPIPE: nobody reads on
 
 class CommandFailed(RuntimeError):
     """A command that could not do its work. The message says why and what to do."""
-
-
-class UsageError(ValueError):
-    """A command line, variable or file that cannot be understood."""
 
 
 def told(command: Callable[[], object], errors: Console) -> int:

@@ -8,11 +8,10 @@ from typing import Any
 from cyclopts import App, CycloptsError
 from cyclopts.config import Dict
 
-from stretto.cli.aliases import Told
-from stretto.cli.failures import UsageError
 from stretto.cli.options import SERVER, ServerOptions
-from stretto.cli.sources import read_mapping, read_units
-from stretto.config import Config
+from stretto.cli.sources import read_units
+from stretto.config import Config, UsageError
+from stretto.foreign.translate import Told, read_mapping
 
 
 def read_settings(values: Mapping[str, Any], source: str) -> Config:

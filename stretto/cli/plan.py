@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from stretto.cli.failures import EXIT_REFUSED, CommandFailed, UsageError
+from stretto.cli.failures import EXIT_REFUSED, CommandFailed
 from stretto.cli.options import Json
 from stretto.cli.screen import error_screen, show
-from stretto.config import parse_size
+from stretto.config import UsageError, parse_size
 from stretto.plan.hardware import Hardware, engine, find_hardware
 from stretto.plan.load import Load, Talk, parse_load, read_trace
 from stretto.plan.options import MOST_SEATS, Goals, Question, plan

@@ -1,35 +1,22 @@
 """Where settings come from: the command line, then STRETTO_* variables, then a YAML file; the first wins.
 
-Flags of vLLM and SGLang are read too (cli/aliases.py), and every translation is told. What means nothing here, a flag
+Flags of vLLM and SGLang are read too (stretto/foreign), and every translation is told. What means nothing here, a flag
 of theirs or a variable, is told as well, or refused with --strict. No torch in this module.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 from cyclopts.argument import ArgumentCollection
 
-from stretto.cli.aliases import (
-    ALIASES,
-    DRAFT_MODEL,
-    DRAFT_STEPS,
-    SPELLINGS,
-    Told,
-    as_setting,
-    our_value,
-    translate,
-    translate_tokens,
-)
-from stretto.cli.failures import UsageError
-from stretto.config import READ_AS, Config
+from stretto.config import READ_AS, UsageError
+from stretto.foreign.flags import SPELLINGS
+from stretto.foreign.translate import Told, our_value, read_mapping, setting_names, suggestion, translate_tokens
 
 PREFIX = "STRETTO_"
 OTHER_VARIABLES = frozenset({"STRETTO_CACHE", "STRETTO_CONFIG"})  # read elsewhere
@@ -49,12 +36,6 @@ class Settings:
     file: dict[str, object] = field(default_factory=dict)
     file_name: str = ""
     notes: list[str] = field(default_factory=list)
-
-
-def setting_names(server: bool = True) -> frozenset[str]:
-    """Every setting, as in "max_model_len"."""
-    sections = [getattr(Config(), section.name) for section in fields(Config) if server or section.name != "serve"]
-    return frozenset(setting.name for section in sections for setting in fields(section))
 
 
 def is_client(tokens: Sequence[str]) -> bool:
@@ -121,7 +102,7 @@ def read_variables(environment: Mapping[str, str], told: Told) -> dict[str, obje
         if name == "port" and value.startswith("tcp://"):  # another variable of a Kubernetes Service
             continue
         if name not in known:
-            told.void.append(f"the variable {variable} is not a setting{_suggestion(name, known, PREFIX)}")
+            told.void.append(f"the variable {variable} is not a setting{suggestion(name, known, PREFIX)}")
         elif name in ("allowed_origins", "api_key", "admin_api_key", "served_model_name"):
             found[name] = [part for part in re.split(r"[,\s]+", value) if part]
         elif (ours := our_value("--" + name.replace("_", "-"), value, told)) is not None:
@@ -140,47 +121,6 @@ def read_file(path: Path, told: Told) -> dict[str, object]:
     if not isinstance(data, dict | None):
         raise UsageError(f"{path} holds a {type(data).__name__}; it must hold settings, one `name: value` a line")
     return read_mapping(data or {}, str(path), told)
-
-
-def read_mapping(data: Mapping[Any, object], source: str, told: Told) -> dict[str, object]:
-    """The same of what `source` held. Raises UsageError, for unknown keys too."""
-    found: dict[str, object] = {}
-    for key, value in data.items():
-        for name, translated in _file_entry(source, str(key), value, told):
-            if name in found:
-                raise UsageError(f"{source} sets {name} twice")
-            found[name] = translated
-    if (steps := found.pop(DRAFT_STEPS, None)) is not None:
-        found.setdefault("speculation_tokens", steps)
-    model = found.pop(DRAFT_MODEL, None)
-    if model is not None:
-        found["speculation"] = f"{found['speculation']}:{model}" if "speculation" in found else model
-    return found
-
-
-def _file_entry(path: str, key: str, value: object, told: Told) -> list[tuple[str, object]]:
-    known, name = setting_names(), key.replace("-", "_")
-    if name in known:
-        ours = our_value("--" + name.replace("_", "-"), str(value), told)
-        return [] if ours is None else [(name, value if ours == str(value) else ours)]
-    if name == "spec" and isinstance(value, dict):
-        return [entry for part, inner in value.items() for entry in _file_entry(path, f"spec.{part}", inner, told)]
-    flag = "--" + key.replace("_", "-")
-    if flag in ALIASES and not ALIASES[flag].takes_value and value is not True:
-        raise UsageError(f"{path}: {key} is a switch of another engine and can only be true; "
-                         f"use {ALIASES[flag].flag.removeprefix('--')}")
-    text = json.dumps(value) if isinstance(value, dict) else str(value)
-    pairs = translate(flag, text, told)
-    if pairs is None:
-        raise UsageError(f"{path}: unknown setting {key!r}{_suggestion(name, known)}")
-    return [as_setting(*pair) for pair in pairs]
-
-
-def _suggestion(name: str, known: frozenset[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    if not close:
-        return ""
-    return f"; did you mean {prefix + close[0].upper() if prefix else close[0]}?"
 
 
 # -------------------------------------------------------------------------------------------- numbers for people

@@ -25,7 +25,7 @@ from stretto.engine.build import build_core
 from stretto.engine.core import EngineCore
 from stretto.engine.locate import configured_tokenizer
 from stretto.engine.prepare import Prepared, prepare
-from stretto.params import ParameterError, SamplingParams
+from stretto.params import SamplingParams
 from stretto.protocol import (
     Action,
     BranchSession,
@@ -225,11 +225,6 @@ class LLM:
         each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(each)} sampling parameters: give one, or one for each")
-        for params in {id(one): one for one in each}.values():
-            try:
-                params.check_types()
-            except ParameterError as e:
-                raise RequestError(str(e), param=e.param) from e
         for grammar in dict.fromkeys(params.grammar for params in each if params.grammar is not None):
             try:
                 check_grammar(grammar)

@@ -71,8 +71,10 @@ def _prompt_logprobs(body: GenerationBody) -> int | None:
     return body.prompt_logprobs
 
 
-def to_sampling(body: GenerationBody, defaults: Mapping[str, float | int]) -> SamplingParams:
-    """What the body asks of the sampler; max_tokens as asked, without regard to the prompt (see fit_max_tokens)."""
+def to_sampling(body: GenerationBody, defaults: Mapping[str, float | int],
+                bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
+    """What the body asks of the sampler; max_tokens as asked, without regard to the prompt (see fit_max_tokens).
+    `bad_words`: the body's as ids. Raises ParameterError."""
     if isinstance(body, CompletionRequest):
         defaults = {"max_tokens": COMPLETION_MAX_TOKENS, **defaults}
     fields: dict[str, Any] = dict(defaults)
@@ -90,7 +92,8 @@ def to_sampling(body: GenerationBody, defaults: Mapping[str, float | int]) -> Sa
     return SamplingParams(
         **fields, logit_processors=_processors(body), logprobs=logprobs, logit_bias=_biases(body),
         stop=tuple(body.stop or ()), stop_token_ids=tuple(body.stop_token_ids or ()),
-        include_stop=bool(body.include_stop_str_in_output),
+        include_stop=bool(body.include_stop_str_in_output), bad_words=bad_words,
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
         speculation=body.speculation.tokens if body.speculation is not None else None)
 
 

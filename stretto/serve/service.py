@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from stretto.params import Grammar
+from stretto.params import Grammar, ParameterError
 from stretto.protocol import (
     ENGINE_DEAD,
     AsyncEngine,
@@ -169,13 +169,13 @@ class Service:
     def make_requests(self, id: str, body: GenerationBody, prompts: list[list[int]], arrival: float,
                       reply: ReplyPlan | None = None, bad_words: tuple[tuple[int, ...], ...] = ()) -> list[Request]:
         """One engine request per prompt. Raises ApiError for what can be refused without the engine."""
-        sampling = to_sampling(body, self.info.sampling_defaults)
-        if bad_words or body.allowed_token_ids:
-            sampling = msgspec.structs.replace(sampling, bad_words=bad_words,
-                                               allowed_token_ids=tuple(body.allowed_token_ids or ()))
-        if reply is not None and (reply.grammar or reply.keep_special):
-            skip = sampling.skip_special_tokens and not reply.keep_special
-            sampling = msgspec.structs.replace(sampling, grammar=reply.grammar, skip_special_tokens=skip)
+        try:
+            sampling = to_sampling(body, self.info.sampling_defaults, bad_words)
+            if reply is not None and (reply.grammar or reply.keep_special):
+                skip = sampling.skip_special_tokens and not reply.keep_special
+                sampling = msgspec.structs.replace(sampling, grammar=reply.grammar, skip_special_tokens=skip)
+        except ParameterError as e:
+            raise in_request_words(RequestError(str(e), param=e.param), body) from e
         total = len(prompts) * max(sampling.n, 1)
         if total > self.settings.max_choices:
             raise bad_request(f"n times the number of prompts is {total}; the limit is {self.settings.max_choices}",

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cli.aliases import ALIASES, ALWAYS, DRAFT_MODEL, DRAFT_STEPS, REFUSED, Told, translate_tokens
-from stretto.cli.failures import UsageError
-from stretto.cli.sources import gather, read_file, read_variables, setting_names
+from stretto.cli.sources import gather, read_file, read_variables
+from stretto.config import UsageError
+from stretto.foreign.flags import ALIASES, ALWAYS, DRAFT_MODEL, DRAFT_STEPS, REFUSED
+from stretto.foreign.translate import Told, setting_names, translate_tokens
 
 KNOWN_FLAGS = {"--" + name.replace("_", "-") for name in setting_names()}
 

@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from msgspec import msgpack
 from msgspec.structs import replace
 
 from stretto.engine.async_llm import AsyncLLM
 from stretto.engine.llm import LLM, make_config
 from stretto.logit_processors import CustomLogitProcessor
-from stretto.params import Grammar, ProcessorUse, SamplingParams
+from stretto.params import Grammar, ParameterError, ProcessorUse, SamplingParams
 from stretto.protocol import CloseSession, EngineDead, GetSession, RequestError, SessionTurn
 from tests.engine.small import VOCAB, save_tiny
 from tests.text.vocabularies import byte_level
@@ -141,8 +142,8 @@ def test_grammars_over_a_real_vocabulary(llm: LLM) -> None:
 def test_bad_requests_and_options_are_named(folder, llm: LLM) -> None:
     with pytest.raises(RequestError, match="empty"):
         llm.generate([[]], GREEDY)
-    with pytest.raises(RequestError, match="temperature"):
-        llm.generate("x", SamplingParams(temperature=-1))
+    with pytest.raises(RequestError, match="names token id 70000"):
+        llm.generate("x", SamplingParams(stop_token_ids=[70000]))
     with pytest.raises(TypeError, match=r"max_modle_len.*known.*max_model_len"):
         LLM(str(folder), max_modle_len=3)
     with pytest.raises(ValueError, match="2 prompts and 1"):
@@ -289,11 +290,27 @@ def test_prompts_in_every_form(llm: LLM) -> None:
 @pytest.mark.parametrize("fields, words", [
     ({"max_tokens": "a"}, "max_tokens is 'a' .str.; it must be an integer"), ({"seed": "x"}, "seed"),
     ({"temperature": "1"}, "temperature is '1'"), ({"n": 1.5}, "n is '1.5'"), ({"top_k": None}, "top_k"),
-    ({"stop": "END"}, "stop is 'END' .str.; it must be a tuple"), ({"temperature": -1}, "temperature is -1"),
-    ({"top_p": 2}, "top_p is 2")], ids=str)
-def test_parameters_of_another_type_are_named(llm: LLM, fields: dict, words: str) -> None:
-    with pytest.raises(RequestError, match=words):
-        llm.generate("hello", SamplingParams(**fields))
+    ({"stop": 5}, "stop is '5' .int.; it must be a tuple"), ({"stop": [5]}, "stop holds '5'"),
+    ({"temperature": -1}, "temperature is -1; it must lie in 0..1e"), ({"top_p": 2}, "top_p is 2"),
+    ({"n": 0}, "n is 0"), ({"max_tokens": -3}, "max_tokens is -3"),
+    ({"logprobs": -2}, "logprobs is -2"), ({"ignore_eos": 1}, "ignore_eos"),
+    ({"min_tokens": 5, "max_tokens": 2}, "min_tokens 5 exceeds max_tokens 2"),
+    ({"temperature": float("nan")}, "temperature is nan"), ({"stop": [""]}, "a stop string is empty"),
+    ({"bad_words": ["x"]}, "encode_inside"), ({"bad_words": [[]]}, "one of 0 tokens"),
+    ({"logit_bias": {"5": 1.0}}, "logit_bias holds '5'"), ({"logit_bias": {5: 1e9}}, "-100..100"),
+    ({"logit_bias": [5]}, "logit_bias is"), ({"stop_token_ids": ["x"]}, "stop_token_ids holds 'x'")], ids=str)
+def test_parameters_that_nobody_could_honour_are_not_made(fields: dict, words: str) -> None:
+    with pytest.raises(ParameterError, match=words) as e:
+        SamplingParams(**fields)
+    assert e.value.param in fields
+
+
+def test_parameters_are_kept_in_one_form() -> None:
+    given = dict(temperature=np.float32(0.5), top_k=np.int64(3), stop="END", stop_token_ids=None, bad_words=[[1, 2]])
+    params = SamplingParams(**given)
+    assert params == SamplingParams(temperature=0.5, top_k=3, stop=("END",), bad_words=((1, 2),))
+    assert (type(params.temperature), type(params.top_k)) == (float, int)
+    assert msgpack.decode(msgpack.encode(params), type=SamplingParams) == params
 
 
 def test_options_are_read_as_flags_are() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stretto.cli.sources import setting_names
+from stretto.foreign.translate import setting_names
 from stretto.host.counters import Counters
 from stretto.protocol import EngineInfo, EngineStats
 from stretto.serve.metrics import ServerMetrics
