@@ -20,7 +20,18 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from stretto.config import Config, UsageError
-from stretto.foreign.flags import ALIASES, ALWAYS, BOUNDED, DEFAULTS, DRAFT_MODEL, DRAFT_STEPS, LOOKUP, REFUSED, VALUES
+from stretto.foreign.flags import (
+    ALIASES,
+    ALWAYS,
+    BOUNDED,
+    DEFAULTS,
+    DRAFT_MODEL,
+    DRAFT_STEPS,
+    FAMILIES,
+    LOOKUP,
+    REFUSED,
+    VALUES,
+)
 
 Pair = tuple[str, str | None]  # a flag of ours, and its value where it takes one
 
@@ -40,14 +51,15 @@ def translate_tokens(tokens: Sequence[str], told: Told) -> list[str]:
     is accepted where a flag has no counterpart."""
     ours: list[Pair] = []
     refusals: list[str] = []
-    rest = iter(tokens)
-    for token in rest:
+    left = list(tokens)
+    while left:
+        token = left.pop(0)
         if token == "--":
-            ours += [(token, None), *((left, None) for left in rest)]
+            ours += [(token, None), *((one, None) for one in left)]
             break
         flag, equals, value = _parts(token)
-        if _takes_value(flag) and not equals:
-            value = next(rest, "")
+        if not equals and left and _takes_value(flag, left[0]):
+            value = left.pop(0)
         try:
             pairs = translate(flag, value, told)
         except _Refusal as e:
@@ -70,9 +82,21 @@ class _Refusal(UsageError):
     """A flag that has no counterpart."""
 
 
-def _takes_value(flag: str) -> bool:
+def _refusal(flag: str, why: str) -> _Refusal:
+    return _Refusal(f"{flag} is not a setting of this engine: {why}")
+
+
+def _takes_value(flag: str, following: str) -> bool:
     entry = ALIASES.get(flag) or ALWAYS.get(flag) or REFUSED.get(flag)
+    if entry is None and _family(flag) is not None:  # nothing more is known of it
+        return not following.startswith("-") and not flag.startswith(("--enable-", "--disable-", "--no-", "--skip-"))
     return flag in {"--speculative-config", *VALUES, *DEFAULTS} or (entry is not None and entry.takes_value)
+
+
+def _family(flag: str) -> str | None:
+    """Why no flag of this kind is a setting here; the longest beginning that fits says it."""
+    found = max((start for start in FAMILIES if flag.startswith(start)), key=len, default=None)
+    return None if found is None else FAMILIES[found]
 
 
 def _join_drafter(pairs: list[Pair]) -> list[Pair]:
@@ -97,7 +121,7 @@ def translate(flag: str, value: str, told: Told) -> list[Pair] | None:
     """Our flags for another engine's; None if `flag` is not one of theirs. Raises UsageError for one we do not have."""
     if flag in REFUSED:
         if value not in REFUSED[flag].harmless:
-            raise _Refusal(f"{flag} is not a setting of this engine: {REFUSED[flag].why}")
+            raise _refusal(flag, REFUSED[flag].why)
         told.void.append(f"{flag} {value}: {REFUSED[flag].why}")
         return []
     if flag in ALWAYS:
@@ -109,6 +133,8 @@ def translate(flag: str, value: str, told: Told) -> list[Pair] | None:
         ours = our_value(flag, value, told)
         return [] if ours is None else [(flag, ours)]
     if flag not in ALIASES:
+        if (why := _family(flag)) is not None:
+            raise _refusal(flag, why)
         return None
     if flag == "--speculative-num-draft-tokens" and value.isdigit():
         value = str(max(int(value) - 1, 0))  # SGLang counts the token that is verified together with the drafts
