@@ -78,17 +78,25 @@ class Mailbox:
         self.received = 0  # ids that the reader took and came back after: it has passed them on
         self._waiting: dict[int, Output] = {}
         self._failure: Exception | None = None
-        self._ready = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # it waits
 
     def put(self, output: Output) -> None:
         earlier = self._waiting.get(output.index)
         self._waiting[output.index] = join_outputs(earlier, output) if earlier is not None else output
-        self.unfinished -= output.finish_reason is not None
-        self._ready.set()
+        if output.finish_reason is not None:
+            self.unfinished -= 1
+        self._wake()
 
     def fail(self, failure: Exception) -> None:
         self._failure = failure
-        self._ready.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        reader = self._reader
+        if reader is not None:
+            self._reader = None
+            if not reader.done():  # it may be cancelled
+                reader.set_result(None)
 
     @property
     def exhausted(self) -> bool:
@@ -97,12 +105,12 @@ class Mailbox:
 
     async def take(self) -> list[Output]:
         """At least one Output. Raises the failure once everything before it has been taken."""
-        await self._ready.wait()
-        if not self._waiting and self._failure is not None:
-            raise self._failure
+        while not self._waiting:
+            if self._failure is not None:
+                raise self._failure
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         outputs, self._waiting = list(self._waiting.values()), {}
-        if self._failure is None:
-            self._ready.clear()
         return outputs
 
 

@@ -16,7 +16,7 @@ from stretto.serve.logprobs import ChatLogprobs, LogprobShaper, PromptLogprob
 from stretto.serve.replies import ReplyPlan
 from stretto.serve.schemas import ChatRequest
 from stretto.serve.service import Generation, Service, total_usage
-from stretto.serve.streaming import DONE, event
+from stretto.serve.streaming import DONE, EventForm, event
 from stretto.text.reply import CallArguments, CallBegin, Content, Reasoning
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
@@ -184,6 +184,10 @@ class _ChunkMaker:
         self.shaper = LogprobShaper(service.token_bytes, self.wants.ids_as_names)
         self.usages: dict[tuple[int, int], Usage] = {}
         self.readers = [_Reader(generation.reply) for _ in range(generation.choices)]
+        wants = self.wants
+        self._words_alone = not (wants.logprobs or wants.ids or wants.usage_always
+                                 or generation.body.prompt_logprobs is not None)
+        self._forms: dict[tuple[int, str], EventForm] = {}  # by choice and field
 
     def chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
         out = ChatChunk(f"chatcmpl-{self.generation.id}", self.generation.created,
@@ -207,6 +211,10 @@ class _ChunkMaker:
             self.usages[0, output.index] = output.usage
         reader = self.readers[output.index]
         delta = reader.read(output.text, output.finish_reason is not None)
+        if self._words_alone and output.finish_reason is None:
+            words = self._words(output.index, delta)
+            if words is not None:
+                return words
         choice = ChunkChoice(output.index, delta or Delta(), finish_reason=reader.finish_reason(output.finish_reason))
         if self.wants.logprobs and output.logprobs:
             choice.logprobs = self.shaper.chat(output.logprobs)
@@ -222,6 +230,20 @@ class _ChunkMaker:
         if scored:
             chunk.prompt_logprobs = self.shaper.prompt(output.prompt_logprobs or [])
         return event(chunk)
+
+    def _words(self, index: int, delta: Delta | None) -> bytes | None:
+        """The chunk that most tokens are: a few characters in a form that stays the same. None for any other."""
+        if delta is None:
+            return b""
+        content, reasoning = delta.content, delta.reasoning_content
+        if delta.tool_calls or (content and reasoning):
+            return None
+        field = "content" if content else "reasoning_content"
+        form = self._forms.get((index, field))
+        if form is None:
+            empty = Delta(content="") if content else Delta(reasoning_content="")
+            form = self._forms[index, field] = EventForm.of(self.chunk([ChunkChoice(index, empty)]), field)
+        return form.event(str(content or reasoning))
 
     def ending(self) -> bytes:
         if not self.wants.usage_chunk:

@@ -23,6 +23,7 @@ class CallClock:
 
     def __init__(self, metrics: ServerMetrics, id: str, requests: Sequence[Request]):
         self._metrics, self._id = metrics, id
+        self._between = metrics.histograms[INTER_TOKEN_LATENCY]
         self.arrival = requests[0].arrival
         self.first: dict[Choice, float] = {}  # of tokens; a prompt-only request has none
         self.last: dict[Choice, float] = {}
@@ -33,15 +34,13 @@ class CallClock:
         self._prompt = sum(len(request.tokens) for request in requests)
 
     def note(self, prompt: int, output: Output) -> None:
-        now, key, tokens = time.monotonic(), (prompt, output.index), len(output.token_ids)
-        if tokens and key not in self.first:
-            self.first[key] = now
-            self._metrics.histograms[TIME_TO_FIRST_TOKEN].observe(now - self.arrival)
-            if output.usage is not None and output.index == 0:  # the other choices wait for the first one
-                self._metrics.histograms[QUEUE_TIME].observe(output.usage.queue_seconds)
-        elif tokens:
-            self._metrics.histograms[INTER_TOKEN_LATENCY].observe((now - self.last[key]) / tokens, tokens)
+        key, tokens = (prompt, output.index), len(output.token_ids)
         if tokens:
+            now, before = time.monotonic(), self.last.get(key)
+            if before is None:
+                self._note_first(key, now, output.usage)
+            else:
+                self._between.observe((now - before) / tokens, tokens)
             self.last[key] = now
         if output.usage is not None:
             self.usages[key] = output.usage
@@ -49,6 +48,12 @@ class CallClock:
             self._metrics.finished[output.finish_reason] += 1
             self.reasons.append(output.finish_reason)
             self._unfinished -= 1
+
+    def _note_first(self, key: Choice, now: float, usage: Usage | None) -> None:
+        self.first[key] = now
+        self._metrics.histograms[TIME_TO_FIRST_TOKEN].observe(now - self.arrival)
+        if usage is not None and key[1] == 0:  # the other choices wait for the first one
+            self._metrics.histograms[QUEUE_TIME].observe(usage.queue_seconds)
 
     @property
     def finished(self) -> bool:

@@ -19,7 +19,7 @@ from stretto.serve.logprobs import CompletionLogprobs, LogprobShaper, OffsetCoun
 from stretto.serve.sampling import chooses
 from stretto.serve.schemas import CompletionRequest
 from stretto.serve.service import Generation, Service, total_usage
-from stretto.serve.streaming import DONE, event
+from stretto.serve.streaming import DONE, EventForm, event
 
 
 class CompletionChoice(msgspec.Struct):
@@ -170,6 +170,9 @@ class _Stream:
         self.prompt_scores: dict[int, list[TokenLogprob]] = {}
         self.held: dict[int, list[Output]] = {}
         self.begun: set[tuple[int, int]] = set()
+        wants = self.wants
+        self._text_alone = not (wants.logprobs or wants.ids or wants.usage_always)
+        self._forms: dict[tuple[int, int], EventForm] = {}
 
     def take(self, prompt: int, output: Output) -> bytes:
         if output.prompt_logprobs is not None:
@@ -184,6 +187,8 @@ class _Stream:
         if output.usage is not None:
             self.maker.usages[key] = output.usage
         first = key not in self.begun
+        if self._text_alone and not first and output.finish_reason is None:
+            return self._more(key, output.text)
         choice = self.maker.choice(prompt, output.index, output.text, output.logprobs or [], output.token_ids,
                                    self.prompt_scores.get(prompt), first)
         choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
@@ -192,12 +197,25 @@ class _Stream:
         if not (told or opening):
             return b""
         self.begun.add(key)
+        return event(self._envelope(choice))
+
+    def _envelope(self, choice: CompletionChoice) -> Completion:
         chunk = self.maker.envelope([choice])
         if self.wants.usage_always:
             chunk.usage = total_usage(self.maker.usages, self.maker.generation.requests)
         elif self.wants.usage_chunk:
             chunk.usage = None
-        return event(chunk)
+        return chunk
+
+    def _more(self, key: tuple[int, int], text: str) -> bytes:
+        """The chunk that most tokens are: a few characters in a form that stays the same."""
+        if not text:
+            return b""
+        form = self._forms.get(key)
+        if form is None:
+            choice = CompletionChoice(key[0] * self.maker.shown + key[1], "", None, None)
+            form = self._forms[key] = EventForm.of(self._envelope(choice), "text")
+        return form.event(text)
 
     def ending(self) -> bytes:
         rest = b"".join(self.chunk(prompt, output) for prompt, held in self.held.items() for output in held)

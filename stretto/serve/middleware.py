@@ -1,10 +1,12 @@
 """What happens around every request: its id, its origin, the API key, the count of answers. Plain ASGI, so that streams
-pass through untouched and a handler sees its client's disconnect."""
+pass through untouched and a handler sees its client's disconnect. What stands between a handler and its client runs for
+every token, so it passes on what `send` returns and is no coroutine of its own."""
 
 from __future__ import annotations
 
 import hmac
 import uuid
+from collections.abc import Awaitable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -40,10 +42,10 @@ class RequestIds:
 
         token = request_id.set(state["request_id"])
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = state["request_id"]
-            await send(message)
+            return send(message)
 
         try:
             await self.app(scope, receive, send_with_id)
@@ -141,10 +143,10 @@ class AnswerCounts:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
 
-        async def counted(message: Message) -> None:
+        def counted(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 route = getattr(scope.get("route"), "path", "unknown")  # few values, whatever clients ask for
                 self._metrics.responses[route, message["status"]] += 1
-            await send(message)
+            return send(message)
 
         await self.app(scope, receive, counted)

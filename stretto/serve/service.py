@@ -49,7 +49,7 @@ from stretto.text.grammar import GrammarError, check_grammar
 
 DRAINING = "draining"
 T = TypeVar("T")
-Outputs = AsyncGenerator[tuple[int, Output], None]
+Outputs = AsyncGenerator[Output, None]
 MAX_ID_LENGTH = 256
 GRAMMAR_SECONDS = 10.0  # for the check of one grammar
 CHECKED = 1024  # grammars that need no second check
@@ -235,15 +235,17 @@ class Service:
     async def outputs(self, generation: Generation) -> AsyncGenerator[tuple[int, Output], None]:
         """(prompt index, Output) of every choice as they come. Raises ApiError for whatever goes wrong."""
         clock = CallClock(self.metrics, generation.id, generation.requests)
+        prompts = {request.rid: i for i, request in enumerate(generation.requests)}
         failure: BaseException | None = None
         try:
             with self.registered(generation):
                 streams = [self.engine.generate(request) for request in generation.requests]
                 async with contextlib.aclosing(self._in_time(generation, _merge(streams))) as merged:
-                    async for index, output in merged:
-                        generation.begun = True
+                    async for output in merged:
+                        generation.begun, index = True, prompts[output.rid]
                         clock.note(index, output)
-                        _raise_failure(output, self._out_of_time)
+                        if output.finish_reason is not None:
+                            _raise_failure(output, self._out_of_time)
                         if output.prompt_logprobs is not None:
                             output.prompt_logprobs = _of_every_new_token(generation.requests[index],
                                                                          output.prompt_logprobs)
@@ -361,13 +363,12 @@ def _of_every_new_token(request: Request, scores: list[TokenLogprob]) -> list[To
     return [TokenLogprob(new[-len(scores) - 1], None, [], []), *scores]
 
 
-async def _merge(streams: list[AsyncIterator[Output]]) -> AsyncGenerator[tuple[int, Output], None]:
+def _merge(streams: list[AsyncIterator[Output]]) -> Outputs:
     """Outputs of several requests as they come; of one request without any detour. Closes every stream at its end."""
-    if len(streams) == 1:
-        async with contextlib.aclosing(streams[0]) as stream:  # type: ignore[type-var]
-            async for output in stream:
-                yield 0, output
-        return
+    return streams[0] if len(streams) == 1 else _interleaved(streams)  # type: ignore[return-value]
+
+
+async def _interleaved(streams: list[AsyncIterator[Output]]) -> Outputs:
     waiting = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)}
     try:
         while waiting:
@@ -378,7 +379,7 @@ async def _merge(streams: list[AsyncIterator[Output]]) -> AsyncGenerator[tuple[i
                     continue
                 output = task.result()
                 waiting[asyncio.ensure_future(anext(streams[i]))] = i
-                yield i, output
+                yield output
     finally:
         for task in waiting:
             task.cancel()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -47,6 +47,26 @@ def one_line(payload: Any) -> bytes:
 
 def event(payload: Any) -> bytes:
     return b"data: " + one_line(payload) + b"\n\n"
+
+
+class EventForm(NamedTuple):
+    """An event of which one text differs from time to time: what is the same in all of them is encoded once."""
+
+    head: bytes
+    tail: bytes
+
+    @classmethod
+    def of(cls, payload: Any, field: str) -> EventForm:
+        """`payload` has one field of that name, with an empty text. (Where a text holds what looks like it, its quotes
+        are escaped.)"""
+        gap = b'"%b":""' % field.encode()
+        head, found, tail = event(payload).partition(gap)
+        if not found or gap in tail:
+            raise ValueError(f"an event has no place, or several, for {field!r}")
+        return cls(head + gap[:-2], tail)
+
+    def event(self, text: str) -> bytes:
+        return self.head + one_line(text) + self.tail
 
 
 def named_event(name: str, payload: Any) -> bytes:
@@ -92,11 +112,12 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events, self._ping_interval, self._on_gone = events, ping_interval, on_gone
         self._failure = failure
-        self._opened = False
+        self._opened = self._sending = False
         self._last_sent = 0.0
-        self._lock = asyncio.Lock()
+        self._pinging = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._now = asyncio.get_running_loop().time
         sender = asyncio.create_task(self._send_all(send))
         watcher = asyncio.create_task(disconnected(receive))
         pinger = asyncio.create_task(self._ping(send))
@@ -121,18 +142,29 @@ class EventStream(Response):
         await self._write(send, b"", more=False)
 
     async def _ping(self, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        self._last_sent = loop.time()
+        """Whoever has not read the last event yet needs no ping."""
+        self._last_sent = self._now()
         while True:
-            await asyncio.sleep(self._last_sent + self._ping_interval - loop.time())
-            if loop.time() - self._last_sent >= self._ping_interval:
-                await self._write(send, PING)
+            silent = 0.0 if self._sending else self._now() - self._last_sent
+            if silent < self._ping_interval:
+                await asyncio.sleep(self._ping_interval - silent)
+            else:
+                async with self._pinging:
+                    await self._put(send, PING)
 
     async def _write(self, send: Send, body: bytes, more: bool = True) -> None:
-        async with self._lock:
-            if not self._opened:
-                self._opened = True
-                start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                await send(start)
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-            self._last_sent = asyncio.get_running_loop().time()
+        """Once for every token: so it takes no lock, but where a ping is under way."""
+        if self._pinging.locked():
+            async with self._pinging:
+                pass
+        self._sending = True
+        await self._put(send, body, more)
+        self._sending = False
+
+    async def _put(self, send: Send, body: bytes, more: bool = True) -> None:
+        if not self._opened:
+            self._opened = True
+            start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._last_sent = self._now()
