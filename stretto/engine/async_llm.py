@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -20,9 +20,10 @@ import numpy as np
 from stretto.config import Config
 from stretto.engine.build import build_core
 from stretto.engine.inprocess import InProcessEngine
-from stretto.engine.llm import GenerationError, Message, Prompt, make_config, prompt_tokens
+from stretto.engine.llm import GenerationError, Message, Prompt, chat_tokens, make_config, prompt_tokens
 from stretto.engine.locate import configured_tokenizer
 from stretto.engine.prepare import prepare
+from stretto.foreign.python import OF_LLM, missing
 from stretto.params import SamplingParams
 from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, SessionTurn
 from stretto.text.tokenizer import Tokenizer
@@ -48,22 +49,31 @@ class AsyncLLM:
     def info(self) -> EngineInfo:
         return self.engine.info
 
-    def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, *,
+    def get_tokenizer(self) -> Tokenizer:
+        """The same as `tokenizer`."""
+        return self.tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing(self, name, OF_LLM)
+
+    def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
                  request_id: str | None = None, session: SessionTurn | None = None,
                  adapter: str | None = None) -> AsyncIterator[Output]:
         """Outputs of every choice as they come. Closing the iterator aborts the request. `session`: whose turn it is.
         Raises RequestError."""
         tokens = prompt_tokens(self.tokenizer, prompt)
         return self.engine.generate(Request(rid=request_id or uuid.uuid4().hex, tokens=tokens,
-                                            sampling=sampling or SamplingParams(), arrival=time.monotonic(),
+                                            sampling=sampling_params or SamplingParams(), arrival=time.monotonic(),
                                             session=session, adapter=adapter))
 
-    def chat(self, messages: Sequence[Message], sampling: SamplingParams | None = None, *,
-             request_id: str | None = None, session: SessionTurn | None = None,
-             **template: Any) -> AsyncIterator[Output]:
-        """Answers a conversation. `template`: further arguments of the chat template."""
-        tokens = self.tokenizer.apply_chat_template([dict(m) for m in messages], **template)
-        return self.generate(tokens, sampling, request_id=request_id, session=session)
+    def chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,
+             tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
+             continue_final_message: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None,
+             **options: Any) -> AsyncIterator[Output]:
+        """Answers a conversation. Arguments are those of `LLM.chat`; `options`: those of `generate`."""
+        tokens = chat_tokens(self.tokenizer, messages, tools, add_generation_prompt, continue_final_message,
+                             chat_template_kwargs)
+        return self.generate(tokens, sampling_params, **options)
 
     async def embed(self, texts: Sequence[Prompt], *, pooling: Literal["last", "mean"] | None = None,
                     dimensions: int | None = None) -> np.ndarray:

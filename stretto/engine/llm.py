@@ -8,23 +8,29 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
+from rich.console import Console
+from rich.progress import Progress
 
 from stretto.config import READ_AS, Config
 from stretto.engine.build import build_core
 from stretto.engine.core import EngineCore
 from stretto.engine.locate import configured_tokenizer
 from stretto.engine.prepare import Prepared, prepare
+from stretto.foreign.python import OF_COMPLETION, OF_LLM, missing
+from stretto.foreign.translate import Told, UnknownSetting, read_mapping, setting_names
 from stretto.params import SamplingParams
 from stretto.protocol import (
     Action,
@@ -65,6 +71,9 @@ class Completion:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     usage: Usage | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        raise missing(self, name, OF_COMPLETION)
+
     def add(self, output: Output) -> None:
         self.text += output.text
         self.token_ids += output.token_ids
@@ -80,20 +89,42 @@ class GenerationError(RuntimeError):
 
 def make_config(model: str | None, options: Mapping[str, Any]) -> Config:
     """A Config from flat options, named as the fields of its sections; sizes and counts as the flags take them, "4GiB"
-    and "8K". Raises TypeError for one that is none, ValueError for a text that is no number."""
-    config = Config()
-    left = {name: READ_AS[name](value) if name in READ_AS and isinstance(value, str) else value
-            for name, value in options.items()}
+    and "8K". Options of vLLM and SGLang are read as their flags are, and what was made of them is told as a warning.
+    Raises TypeError for one that is none, ValueError for a text that is no number and for what cannot be had here."""
+    told = Told([], [])
+    try:
+        named = read_mapping(options, "the options", told)
+    except UnknownSetting as e:
+        raise TypeError(f"{e}; known: {', '.join(sorted(setting_names()))}") from e
+    if told.void and named.get("strict"):
+        raise ValueError("\n".join(f"{note} (refused by strict=True)" for note in told.void))
+    for note in (*told.notes, *told.void):
+        warnings.warn(note, stacklevel=3)
+    left = {name: _number(name, value) if isinstance(value, str) else value for name, value in named.items()}
     if model is not None:
         left["model"] = model
+    config = Config()
     for section in fields(Config):
         old = getattr(config, section.name)
         mine = {f.name: left.pop(f.name) for f in fields(old) if f.name in left}
         config = replace(config, **{section.name: replace(old, **mine)})
-    if left:
-        known = sorted(f.name for section in fields(Config) for f in fields(getattr(config, section.name)))
-        raise TypeError(f"unknown option {', '.join(left)}; known: {', '.join(known)}")
     return config
+
+
+def _number(name: str, text: str) -> Any:
+    """A text as the number that its option wants; others stay as they are. Raises ValueError."""
+    if name in READ_AS:
+        return READ_AS[name](text)
+    kinds = next((get_args(hint) or (hint,) for section in fields(Config)
+                  for one, hint in get_type_hints(type(getattr(Config(), section.name))).items() if one == name), ())
+    number = next((kind for kind in (int, float) if kind in kinds), None)
+    allowed = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    if number is None or text in allowed:
+        return text
+    try:
+        return number(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; it must be {'or '.join(['a number ', *allowed])}") from None
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
@@ -109,6 +140,17 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
         raise TypeError(f"a prompt is a text or a list of token ids, not {str(prompt)[:64]!r}"
                         f" ({type(prompt).__name__})")
     return [int(token) for token in prompt]
+
+
+def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None,
+                add_generation_prompt: bool, continue_final_message: bool, more: Mapping[str, Any] | None) -> list[int]:
+    """A conversation's token ids. Raises ValueError for what the template cannot do."""
+    if continue_final_message and add_generation_prompt:
+        raise ValueError("continue_final_message goes with add_generation_prompt=False: the answer goes on where the"
+                         " last message ends")
+    variables = {**(more or {}), **({"continue_final_message": True} if continue_final_message else {})}
+    return tokenizer.encode(tokenizer.render_chat_template(messages, tools, add_generation_prompt, **variables),
+                            add_special_tokens=False)
 
 
 class LLM:
@@ -133,6 +175,17 @@ class LLM:
     def info(self) -> EngineInfo:
         return self.core.info
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The same as `tokenizer`."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a server of this model samples by where a request says nothing: its generation_config.json's values."""
+        return SamplingParams(**dict(self.prepared.resolved.sampling_defaults))  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing(self, name, OF_LLM)
+
     def __enter__(self) -> LLM:
         return self
 
@@ -152,27 +205,47 @@ class LLM:
             raise EngineDead("this LLM has been closed, by close() or at the end of its `with`; make another one")
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
-                 sampling: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  session: SessionTurn | Sequence[SessionTurn | None] | None = None,
-                 adapter: str | Sequence[str | None] | None = None) -> list[Completion]:
+                 adapter: str | Sequence[str | None] | None = None, use_tqdm: bool = False) -> list[Completion]:
         """Completes every prompt (text or token ids), all in one batch. A prompt's n choices follow each other.
         `session`: whose turn it is, of one prompt or of each. `adapter`: the LoRA adapter that answers all, or each.
+        `use_tqdm`: show a bar of progress, where standard error is a terminal.
 
         Raises RequestError for a request that cannot be served, before any of them runs."""
         listed = self._listed(prompts)
-        requests = self._requests([self._tokens(p) for p in listed], sampling, session, adapter)
+        requests = self._requests([self._tokens(p) for p in listed], sampling_params, session, adapter)
         completions = {(r.rid, i): Completion(i, r.tokens) for r in requests for i in range(r.sampling.n)}
-        for output in self._run(requests):
-            completions[output.rid, output.index].add(output)
+        with Progress(console=Console(stderr=True), disable=not (use_tqdm and sys.stderr.isatty())) as bar:
+            task = bar.add_task("answers", total=len(completions))
+            for output in self._run(requests):
+                completions[output.rid, output.index].add(output)
+                bar.advance(task, output.finish_reason is not None)
         return list(completions.values())
 
     def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
-             sampling: SamplingParams | None = None, **template: Any) -> list[Completion]:
-        """Answers one conversation, or each of several. `template`: further arguments of the chat template."""
+             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+             tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
+             continue_final_message: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None,
+             **options: Any) -> list[Completion]:
+        """Answers one conversation, or each of several. `tools`: what the template tells the model of them; the answers
+        are text as the model writes it. `continue_final_message`: the answer goes on where the last message ends; then
+        `add_generation_prompt` must be False. `chat_template_kwargs`: further variables of the template. `options`:
+        those of `generate`."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations = messages if several else [messages]
-        prompts = [self.tokenizer.apply_chat_template(list(c), **template) for c in conversations]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling)
+        conversations: Sequence[Any] = messages if several else [messages]
+        prompts = [chat_tokens(self.tokenizer, one, tools, add_generation_prompt, continue_final_message,
+                               chat_template_kwargs) for one in conversations]
+        return self.generate(prompts, sampling_params, **options)
+
+    def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str]) -> np.ndarray:
+        """How near texts are to each other: the cosine of their embeddings, [N] float32, of one text with each of
+        several, or of several pairs. Raises RequestError."""
+        left, right = ([text] if isinstance(text, str) else list(text) for text in (text_1, text_2))
+        if len(left) not in (1, len(right)):
+            raise ValueError(f"text_1 has {len(left)} texts and text_2 has {len(right)}; give one, or as many")
+        vectors = self.embed([*left, *right])
+        return (vectors[: len(left)] * vectors[len(left):]).sum(1)
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, pooling: Literal["last", "mean"] | None = None,
               dimensions: int | None = None) -> np.ndarray:
@@ -187,10 +260,10 @@ class LLM:
         found = {output.rid: output.embedding or b"" for output in self._run(requests)}
         return unit_vectors([found[request.rid] for request in requests], dimensions)
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *,
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
                session: SessionTurn | None = None, adapter: str | None = None) -> Iterator[Output]:
         """Outputs of one prompt as they come. Closing the iterator aborts the request."""
-        yield from self._run(self._requests([self._tokens(prompt)], sampling, session, adapter))
+        yield from self._run(self._requests([self._tokens(prompt)], sampling_params, session, adapter))
 
     def manage(self, action: Action) -> list[SessionInfo]:
         """Opens, shows, branches, rewinds or closes sessions; loads and unloads adapters (see stretto.protocol). Raises
@@ -296,14 +369,14 @@ class Conversation:
     def __init__(self, llm: LLM, sid: str):
         self.llm, self.sid = llm, sid
 
-    def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **order: Any) -> Completion:
+    def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **order: Any) -> Completion:
         """The next turn. A begin-of-sequence token stands at the start of the history only. `order`: fields of
         `protocol.SessionTurn`, such as offset=-1. Raises RequestError."""
-        return self.llm.generate([prompt], sampling, session=self._turn(prompt, order))[0]
+        return self.llm.generate([prompt], sampling_params, session=self._turn(prompt, order))[0]
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **order: Any) -> Iterator[Output]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **order: Any) -> Iterator[Output]:
         """Closing the iterator aborts the turn, which then leaves no trace, or with on_disconnect="keep" what came."""
-        return self.llm.stream(prompt, sampling, session=self._turn(prompt, order))
+        return self.llm.stream(prompt, sampling_params, session=self._turn(prompt, order))
 
     def _turn(self, prompt: Prompt, order: Mapping[str, Any]) -> SessionTurn:
         bos, tokens = self.llm.tokenizer.bos_token_id, self.llm._tokens(prompt)

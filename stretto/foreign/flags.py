@@ -99,6 +99,7 @@ _COMPILED = "kernels are compiled before they are used, whatever the settings"
 _HOSTS = "torchrun starts the ranks of several hosts (docs/scaling.md)"
 _PUT_BACK = "what the KV memory cannot hold is put back, and goes on later with the same text"
 _EXPERTS = "all experts of a layer are on each of its GPUs, shared by --tensor-parallel-size as its other weights are"
+_HEADS = "the GPUs of --tensor-parallel-size share the heads of every sequence; replicas are servers of their own"
 _CONTEXT = "a sequence is on the GPUs of one --tensor-parallel-size group, all of it on each"
 _STATES = "states are kept in float32"
 _TEXT = "text alone is served, no images or audio"
@@ -242,8 +243,8 @@ REFUSED: Mapping[str, Foreign] = {
     "-ep": Foreign(_EXPERTS, False),
     "--enable-eplb": Foreign(_EXPERTS, False),
     "--all2all-backend": _never(_EXPERTS),
-    "--enable-dp-attention": Foreign(_ONE_DEVICE, False),
-    "--enable-dp-lm-head": Foreign(_ONE_DEVICE, False),
+    "--enable-dp-attention": Foreign(_HEADS, False),
+    "--enable-dp-lm-head": Foreign(_HEADS, False),
     "-dp": _never(_ONE_DEVICE, "1"),
     "--dp": _never(_ONE_DEVICE, "1"),
     "-pp": _never("one device runs all layers", "1"),

@@ -31,6 +31,7 @@ from stretto.foreign.flags import (
     LOOKUP,
     REFUSED,
     VALUES,
+    Alias,
 )
 
 Pair = tuple[str, str | None]  # a flag of ours, and its value where it takes one
@@ -212,8 +213,13 @@ def setting_names(server: bool = True) -> frozenset[str]:
     return frozenset(setting.name for section in sections for setting in fields(section))
 
 
+class UnknownSetting(UsageError):
+    """A name that is no setting, and none of another engine's."""
+
+
 def read_mapping(data: Mapping[Any, object], source: str, told: Told) -> dict[str, object]:
-    """The same of what `source` held. Raises UsageError, for unknown keys too."""
+    """Settings of ours from a mapping, which may use other engines' names. `source`: what held it, for errors. Raises
+    UsageError, UnknownSetting for a name that means nothing."""
     found: dict[str, object] = {}
     for key, value in data.items():
         for name, translated in _file_entry(source, str(key), value, told):
@@ -236,14 +242,32 @@ def _file_entry(path: str, key: str, value: object, told: Told) -> list[tuple[st
     if name == "spec" and isinstance(value, dict):
         return [entry for part, inner in value.items() for entry in _file_entry(path, f"spec.{part}", inner, told)]
     flag = "--" + key.replace("_", "-")
-    if flag in ALIASES and not ALIASES[flag].takes_value and value is not True:
-        raise UsageError(f"{path}: {key} is a switch of another engine and can only be true; "
-                         f"use {ALIASES[flag].flag.removeprefix('--')}")
+    if (switched := _switched(path, key, flag, value, told)) is not None:
+        return switched
     text = json.dumps(value) if isinstance(value, dict) else str(value)
     pairs = translate(flag, text, told)
     if pairs is None:
-        raise UsageError(f"{path}: unknown setting {key!r}{suggestion(name, known)}")
+        raise UnknownSetting(f"{path}: unknown setting {key!r}{suggestion(name, known)}")
     return [as_setting(*pair) for pair in pairs]
+
+
+def _switched(path: str, key: str, flag: str, value: object, told: Told) -> list[tuple[str, object]] | None:
+    """What a mapping can say of another engine's flag and a command line cannot: that a switch is off, or that nothing
+    is set. None: it says neither."""
+    entry = ALIASES.get(flag) or ALWAYS.get(flag) or REFUSED.get(flag)
+    if entry is None and _family(flag) is None and flag != "--speculative-config":
+        return None
+    if value is None or (value is False and not (entry is not None and entry.takes_value)):
+        if value is None or not isinstance(entry, Alias):
+            told.void.append(f"{key}: {json.dumps(value)} asks for nothing")
+            return []
+        name, on = as_setting(entry.flag, None)
+        told.notes.append(f"{key}: false is read as {name}: {json.dumps(not on)}")
+        return [(name, not on)]
+    if value is not True and isinstance(entry, Alias) and not entry.takes_value:
+        raise UsageError(f"{path}: {key} is a switch of another engine and can only be true or false; use"
+                         f" {entry.flag.removeprefix('--')}")
+    return None
 
 
 def suggestion(name: str, known: frozenset[str], prefix: str = "") -> str:

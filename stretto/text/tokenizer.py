@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -103,13 +103,23 @@ class Tokenizer:
         Raises ChatTemplateError, a ValueError, with the template's own words."""
         return self._templates.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs)
 
+    @overload
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]],
-                            tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
-                            **kwargs: Any) -> list[int]:
-        """Token ids of the rendered messages. The template alone says whether there is a BOS: the tokenizer adds
-        nothing, so there are never two."""
+                            tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True, *,
+                            tokenize: Literal[True] = True, **kwargs: Any) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]],
+                            tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True, *,
+                            tokenize: Literal[False], **kwargs: Any) -> str: ...
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]],
+                            tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True, *,
+                            tokenize: bool = True, **kwargs: Any) -> list[int] | str:
+        """Token ids of the rendered messages; `tokenize=False`: their text. The template alone says whether there is a
+        BOS: the tokenizer adds nothing, so there are never two."""
         text = self.render_chat_template(messages, tools, add_generation_prompt, **kwargs)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
 def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokenizer:

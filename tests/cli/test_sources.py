@@ -182,7 +182,8 @@ def test_file(tmp_path: Path):
 @pytest.mark.parametrize(("text", "message"), [
     ("max-model-length: 3", "unknown setting 'max-model-length'; did you mean max_model_len?"),
     ("- a\n- b", "it must hold settings"), ("a: [", "is not YAML"), ("hf-overrides: x", "what its config.json says"),
-    ("enable-mixed-chunk: false", "can only be true; use mixed-chunk"), ("model: a\nmodel-path: b", "sets model twice"),
+    ("enable-mixed-chunk: maybe", "can only be true or false; use mixed-chunk"),
+    ("model: a\nmodel-path: b", "sets model twice"),
 ])
 def test_bad_files(tmp_path: Path, text: str, message: str):
     with pytest.raises(UsageError, match=message.replace("?", r"\?")):

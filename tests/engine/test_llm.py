@@ -103,6 +103,35 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     assert llm.tokenizer.decode(answer.prompt_tokens) == "user: hi\nassistant:"
     several = llm.chat([[{"role": "user", "content": "hi"}], [{"role": "user", "content": "yo"}]], GREEDY)
     assert several[0].token_ids == answer.token_ids and len(several) == 2
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
+    (going_on,) = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True)
+    assert llm.tokenizer.decode(going_on.prompt_tokens) == "user: hi\nassistant: so"
+    with pytest.raises(ValueError, match="add_generation_prompt=False"):
+        llm.chat(begun, GREEDY, continue_final_message=True)
+    with pytest.raises(TypeError, match="temperature"):  # was once handed to the template, which did not read it
+        llm.chat(begun, temperature=0.0)
+
+
+def test_what_scripts_for_other_engines_ask(llm: LLM, folder, monkeypatch, capsys) -> None:
+    tokenizer = llm.get_tokenizer()
+    hello = [{"role": "user", "content": "hi"}]
+    text = tokenizer.apply_chat_template(hello, tokenize=False, add_generation_prompt=True)
+    assert text == "user: hi\nassistant:" and tokenizer.apply_chat_template(hello) == tokenizer.encode(text)
+    outputs = llm.generate(prompts=[text], sampling_params=GREEDY, use_tqdm=True)
+    assert outputs[0].token_ids == llm.chat(hello, sampling_params=GREEDY)[0].token_ids
+    assert capsys.readouterr().err == ""  # a bar is for terminals
+    assert llm.get_default_sampling_params() == SamplingParams()
+    vectors = llm.embed(["one", "two", "three"])
+    assert np.allclose(llm.score("one", ["two", "three"]), vectors[1:] @ vectors[0])
+    assert llm.score(["one", "two"], ["one", "two"]) == pytest.approx(1)
+    with pytest.raises(ValueError, match="text_1 has 2 texts and text_2 has 3"):
+        llm.score(["a", "b"], ["a", "b", "c"])
+    for owner, name, words in ((llm, "beam_search", "only sampling"), (llm, "shutdown", "close"), (llm, "nothing", "$"),
+                               (outputs[0], "outputs", "its text is in text")):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'.*{words}"):
+            getattr(owner, name)
+    assert not hasattr(llm, "encode")
+
 
 
 def test_streams_interleave_and_closing_one_frees_it(llm: LLM) -> None:
@@ -144,7 +173,7 @@ def test_bad_requests_and_options_are_named(folder, llm: LLM) -> None:
         llm.generate([[]], GREEDY)
     with pytest.raises(RequestError, match="names token id 70000"):
         llm.generate("x", SamplingParams(stop_token_ids=[70000]))
-    with pytest.raises(TypeError, match=r"max_modle_len.*known.*max_model_len"):
+    with pytest.raises(TypeError, match=r"max_modle_len.*did you mean max_model_len.*known.*max_model_len"):
         LLM(str(folder), max_modle_len=3)
     with pytest.raises(ValueError, match="2 prompts and 1"):
         llm.generate(["a", "b"], [GREEDY])
@@ -319,3 +348,25 @@ def test_options_are_read_as_flags_are() -> None:
     assert config.schedule.chunk_size == 64
     with pytest.raises(ValueError, match="'many' is not a number as in 8192"):
         make_config("m", {"max_model_len": "many"})
+    assert make_config("m", {"speculation_tokens": "auto"}).speculation.speculation_tokens == "auto"
+    with pytest.raises(ValueError, match="max_num_seqs is 'many'; it must be a number"):
+        make_config("m", {"max_num_seqs": "many"})
+
+
+def test_options_of_other_engines_are_read_as_their_flags_are() -> None:
+    theirs = dict(dtype="half", max_model_len=-1, enable_prefix_caching=False, trust_remote_code=False, revision=None,
+                  quantization=None, max_running_requests=7, enable_chunked_prefill=True, swap_space=0,
+                  speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    with pytest.warns(UserWarning) as told:
+        config = make_config("m", theirs)
+    assert (config.model.dtype, config.model.max_model_len) == ("float16", None)
+    assert config.kv.prefix_caching is False and config.schedule.max_num_seqs == 7
+    assert (config.speculation.speculation, config.speculation.speculation_tokens) == ("ngram", 3)
+    assert len(told) == len(theirs), "each translation is told"
+    assert all(note.filename == __file__ for note in told), "where the options are written"
+    for option, words in (({"trust_remote_code": True}, "never run"), ({"quantization": "awq"}, "read from the model"),
+                          ({"mm_processor_kwargs": {"a": 1}}, "text alone"), ({"enable_sleep_mode": True}, "idle")):
+        with pytest.raises(ValueError, match=f"{next(iter(option)).replace('_', '-')} is not a setting.*{words}"):
+            make_config("m", option)
+    with pytest.raises(ValueError, match="refused by strict"):
+        make_config("m", {"strict": True, "enable_chunked_prefill": True})
