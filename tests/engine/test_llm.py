@@ -6,6 +6,8 @@ import asyncio
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -370,3 +372,17 @@ def test_options_of_other_engines_are_read_as_their_flags_are() -> None:
             make_config("m", option)
     with pytest.raises(ValueError, match="refused by strict"):
         make_config("m", {"strict": True, "enable_chunked_prefill": True})
+
+
+def python_examples() -> list[str]:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "python.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize("program", python_examples(), ids=["LLM", "AsyncLLM"])
+def test_the_examples_of_the_documents(folder, program: str, monkeypatch, capsys) -> None:
+    small = {name: value for name, value in OPTIONS.items() if name != "max_model_len"}
+    monkeypatch.setattr("stretto.engine.llm.LLM", partial(LLM, str(folder), **small))
+    monkeypatch.setattr(AsyncLLM, "start", partial(AsyncLLM.start, str(folder), **small))
+    exec(compile(program.replace("2K", "200"), "docs/python.md", "exec"), {})
+    assert len(capsys.readouterr().out) > 5
