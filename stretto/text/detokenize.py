@@ -8,8 +8,8 @@ Two ways, chosen by the tokenizer's decoder:
 * byte-level (GPT-2, Llama 3, Qwen...): every token is bytes, and an incremental UTF-8 decoder holds back at most the
   three bytes of an unfinished character. Invalid bytes become U+FFFD at once, as in the whole.
 * anything else (SentencePiece with byte fallback, ...): the library decodes a window of the last token and the new
-  ones, and the new text is what the window gained. A run of byte tokens is held until it ends, because one bad byte
-  turns all of the run into U+FFFD.
+  ones, and the new text is what the window gained; where that depends on the token alone it is looked up. A run of byte
+  tokens is held until it ends, because one bad byte turns all of the run into U+FFFD.
 
 What a decoder does to the first token of a text alone (drop the space that the tokenizer put in front) it does to an
 answer's only where that begins a text: behind nothing, or behind an added token, as tokenizers put their space.
@@ -25,7 +25,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
@@ -97,24 +97,61 @@ class ByteLevelDecoder:
         return self._utf8.decode(b"", final=True)
 
 
+class InnerTexts(dict[int, str | None]):
+    """What each token adds to a text behind another token, looked up once per id, of decoders of which
+    `is_token_by_token` holds. None: that is not said by the token alone."""
+
+    def __init__(self, backend: Tokenizer):
+        super().__init__()
+        self._backend = backend
+
+    def __missing__(self, token_id: int) -> str | None:
+        found = self[token_id] = self._read(token_id)
+        return found
+
+    def _read(self, token_id: int) -> str | None:
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if not token or _BYTE_TOKEN.fullmatch(token):
+            return None
+        alone, twice = (self._backend.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+        return twice[len(alone) :]
+
+
+def is_token_by_token(steps: Sequence[dict[str, Any]]) -> bool:
+    """Whether a decoder of these steps turns each token into a text of its own, whatever stands around it: all but
+    bytes, and a text's first one, of which it may drop a space."""
+    for i, step in enumerate(steps):
+        fused = any(before["type"] == "Fuse" for before in steps[:i])
+        inside = {"Replace": not fused and "String" in step.get("pattern", {}), "Metaspace": not fused,
+                  "ByteFallback": True, "Fuse": True,
+                  "Strip": fused and step.get("start") == 1 and step.get("stop") == 0}
+        if not inside.get(step["type"], False):
+            return False
+    return bool(steps)
+
+
 class WindowDecoder:
     """Decodes [context | pending]: `context` is the last token whose text is out, the prompt's at first, so that what a
     decoder does to the first token of a text (drop its space) is not done to the ones after it. `openers`: a text
-    begins behind these."""
+    begins behind these. `inner`: of decoders that need no window for most tokens."""
 
-    def __init__(self, backend: Tokenizer, kinds: frozenset[str], skipped: frozenset[int], openers: frozenset[int]):
-        self._backend, self._skipped, self._openers = backend, skipped, openers
+    def __init__(self, backend: Tokenizer, kinds: frozenset[str], skipped: frozenset[int], openers: frozenset[int],
+                 inner: InnerTexts | None = None):
+        self._backend, self._skipped, self._openers, self._inner = backend, skipped, openers, inner
         self._byte_fallback, self._byte_level = "ByteFallback" in kinds, "ByteLevel" in kinds
         self._context: list[int] = []
-        self._context_text = ""
         self._pending: list[int] = []
 
     def follow(self, prompt: Sequence[int]) -> None:
         if prompt and prompt[-1] not in self._openers:
             self._context = [prompt[-1]]
-            self._context_text = self._decode(self._context)
 
     def feed(self, token_id: int) -> str:
+        if self._inner is not None and self._context and not self._pending:
+            inner = self._inner[token_id]
+            if inner is not None and token_id not in self._skipped:
+                self._context = [token_id]
+                return inner
         token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         if not token or token_id in self._skipped:
             return ""
@@ -133,32 +170,35 @@ class WindowDecoder:
         return self._backend.decode(ids, skip_special_tokens=False)
 
     def _release(self, text: str) -> str:
-        new = text[len(self._context_text) :]
-        self._context = self._pending[-1:]
-        self._context_text = self._decode(self._context)
-        self._pending = []
+        new = text[len(self._decode(self._context)) :] if self._context else text
+        self._context, self._pending = self._pending[-1:], []
         return new
+
+
+def _steps(backend: Tokenizer) -> list[dict[str, Any]]:
+    """Of the decoder, in order."""
+    if backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
 
 
 def decoder_kinds(backend: Tokenizer) -> frozenset[str]:
     """Types of the decoder's steps, e.g. {"ByteLevel"} or {"Replace", "ByteFallback", "Fuse", "Strip"}."""
-    if backend.decoder is None:
-        return frozenset()
-    state = json.loads(backend.decoder.__getstate__())
-    steps = state["decoders"] if state["type"] == "Sequence" else [state]
-    return frozenset(step["type"] for step in steps)
+    return frozenset(step["type"] for step in _steps(backend))
 
 
 def decoder_factory(backend: Tokenizer, special: frozenset[int]) -> Callable[[bool], Decoder]:
     """make(skip_special_tokens) -> a fresh decoder. Tables are shared by all decoders it makes."""
     kinds = decoder_kinds(backend)
     table = TokenBytes(backend, kinds)
+    inner = InnerTexts(backend) if is_token_by_token(_steps(backend)) else None
     openers = frozenset(backend.get_added_tokens_decoder())
 
     def make(skip_special_tokens: bool) -> Decoder:
         skipped = special if skip_special_tokens else frozenset()
         if kinds == {"ByteLevel"}:
             return ByteLevelDecoder(table, skipped)
-        return WindowDecoder(backend, kinds, skipped, openers)
+        return WindowDecoder(backend, kinds, skipped, openers, inner)
 
     return make

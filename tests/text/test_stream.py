@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.params import SamplingParams
+from stretto.text.detokenize import WindowDecoder, decoder_factory, is_token_by_token
 from stretto.text.stream import IncrementalText, StopStrings, TextDelta
 from stretto.text.tokenizer import Tokenizer, TokenizerParts
-from tests.text.vocabularies import ALL
+from tests.text.vocabularies import ALL, byte_fallback
 
 # The vocabularies have tokens for the first ones, whole; of the characters of UNSEEN they have bytes alone.
 UNSEEN = ("🚀𝄞🚀", "뷁a궭", "žř þ", "龘")
@@ -282,3 +283,40 @@ def test_answers_behind_a_header_of_a_template_begin_a_text(tokenizer, skip):
     answer = IncrementalText.for_request(tokenizer, SamplingParams(skip_special_tokens=skip))
     answer.follow(ids[:1])
     assert answer.push(ids[1:], True).text == "the end"
+
+
+REPLACE, STRIP = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "Strip", "content": " "}
+FUSE, BYTES = {"type": "Fuse"}, {"type": "ByteFallback"}
+
+
+@pytest.mark.parametrize("steps, expected", [
+    ([REPLACE, BYTES, FUSE, STRIP | {"start": 1, "stop": 0}], True),
+    ([REPLACE, BYTES, FUSE], True),
+    ([{"type": "Metaspace"}], True),
+    ([], False),
+    ([{"type": "ByteLevel"}], False),
+    ([{"type": "WordPiece"}], False),
+    ([FUSE, REPLACE], False),  # the whole text is replaced in
+    ([REPLACE | {"pattern": {"Regex": "^a"}}, FUSE], False),
+    ([REPLACE, FUSE, STRIP | {"start": 0, "stop": 1}], False),
+    ([REPLACE, FUSE, STRIP | {"start": 2, "stop": 0}], False),
+    ([REPLACE, STRIP | {"start": 1, "stop": 0}], False),  # of every token
+])
+def test_which_decoders_need_no_window(steps: list[dict], expected: bool):
+    assert is_token_by_token(steps) is expected
+
+
+def test_most_tokens_are_looked_up(monkeypatch: pytest.MonkeyPatch):
+    """Behind a first token the library is asked of each id once, not of every token."""
+    backend, asked = byte_fallback(), 0
+    decoder = decoder_factory(backend, frozenset())(True)
+    ids = backend.encode("the quick brown fox and the lazy dog and the end").ids
+
+    def counted(self, *args, **kwargs):
+        nonlocal asked
+        asked += 1
+        return decode(self, *args, **kwargs)
+
+    decode = WindowDecoder._decode
+    monkeypatch.setattr(WindowDecoder, "_decode", counted)
+    assert "".join(map(decoder.feed, ids)) + decoder.flush() == backend.decode(ids) and asked == 1
