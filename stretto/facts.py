@@ -21,10 +21,13 @@ from stretto.config import DeviceFacts, DrafterFacts, Facts, KVGroupFacts, Model
 from stretto.device.kv import bytes_per_token, group_layers
 from stretto.device.states import states_of
 from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config
-from stretto.model.gguf import GGUFSource, gguf_config
+from stretto.model.gguf import GGUFSource
+from stretto.model.gguf_config import gguf_config
 from stretto.model.load import check_native, kept_bytes, open_weights
 from stretto.model.registry import find_builder
 from stretto.model.source import SafetensorsSource, WeightSource
+from stretto.ops.native import library
+from stretto.text.gguf_names import name_of
 from stretto.wire import STATE
 
 
@@ -58,7 +61,10 @@ def _cpu_facts() -> DeviceFacts:
     limit, used = _cgroup_memory()
     if limit is not None:
         total, free = min(total, limit), min(free, max(limit - used, 0))
-    return DeviceFacts("cpu", _cpu_name(), total, free, cores=usable_cores())
+    missing = library.troubles()
+    return DeviceFacts("cpu", _cpu_name(), total, free, cores=usable_cores(),
+                       kernels=tuple(name for name in library.names() if name not in missing),
+                       missing=tuple(sorted(missing.items())))
 
 
 def _cpu_name() -> str:
@@ -111,6 +117,7 @@ def _native_facts(path: Path, config: ModelConfig, source: WeightSource,
     model = check_native(config, source)
     kept = {device: found for device in ("cpu", "cuda")
             if (found := kept_bytes(config, source, torch.bfloat16, device)) is not None}
+    exact = kept_bytes(config, source, torch.float32, "cpu") if library.library("packed") is not None else None
     states = [] if model is None else states_of(model)
     layers = [LayerSpec(config.n_heads, config.n_kv_heads, config.head_dim, 1.0, window) for window in config.windows
               if window != STATE]
@@ -122,7 +129,7 @@ def _native_facts(path: Path, config: ModelConfig, source: WeightSource,
         kv_groups=kv_groups(layers, states), n_kv_heads=config.n_kv_heads,
         sampling_defaults=sampling_defaults(generation),
         packed_bytes=tuple((device, size) for device, (size, _) in kept.items()),
-        unpacked_bytes=kept.get("cuda", (0, 0))[1])
+        exact_packed_bytes=None if exact is None else exact[0], unpacked_bytes=kept.get("cuda", (0, 0))[1])
 
 
 def _inner_width(config: ModelConfig) -> int:
@@ -169,9 +176,9 @@ def _fallback_windows(config) -> list[int | None]:
 
 
 def model_name(path: Path) -> str:
-    """The last part of the path, without ".gguf"; owner/model for a folder of the hub's cache."""
+    """The last part of the path, without ".gguf" and the number of a part; owner/model for a folder of the hub's cache."""
     if path.suffix == ".gguf":
-        return path.stem
+        return name_of(path)
     folder = path.resolve()
     if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")

@@ -12,7 +12,8 @@ import torch
 
 from stretto.config import Config
 from stretto.engine.llm import LLM
-from stretto.model.gguf import GGUFSource, gguf_config
+from stretto.model.gguf import GGUFSource
+from stretto.model.gguf_config import gguf_config
 from stretto.params import SamplingParams
 
 Ids = Sequence[int]

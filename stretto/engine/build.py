@@ -51,7 +51,7 @@ from stretto.host.limits import HostDrafter, HostLimits
 from stretto.host.sizes import is_first
 from stretto.model.api import CausalModel
 from stretto.model.config import read_config, token_ids
-from stretto.model.gguf import gguf_config
+from stretto.model.gguf_config import gguf_config
 from stretto.model.load import load_model
 from stretto.model.lora import AdapterBank
 from stretto.model.pooling import pooling_facts

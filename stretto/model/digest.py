@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 
 from stretto.model.source import INDEX_FILE, SINGLE_FILE
+from stretto.text.gguf_names import parts_of
 
 BEGINNING, SAMPLES, BLOCK = 1 << 20, 256, 4096
 
@@ -21,7 +22,7 @@ def digest(path: Path) -> str:
     """Of the folder of a model, a drafter or an adapter, or of a GGUF file; of the files in it that are loaded. Raises
     OSError."""
     found = hashlib.sha256()
-    for file in [path] if path.is_file() else _loaded(path):
+    for file in parts_of(path) if path.is_file() else _loaded(path):
         size = file.stat().st_size
         found.update(f"{'' if file == path else file.name}\n{size}\n".encode())
         with file.open("rb") as stream:

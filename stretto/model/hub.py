@@ -38,11 +38,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from stretto.cache import cache_folder
+from stretto.text.gguf_names import parts_of
 
 log = logging.getLogger(__name__)
 
 HUB_TIMEOUT = 5.0  # seconds that the hub has to answer before the default model is taken from elsewhere
 _METADATA = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "vocab.txt", "merges.txt"]
+_PROJECTOR = "mmproj"  # how files are called that hold the part of a multimodal model that sees
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 _HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<file>[\w./-]+\.gguf)")
 
@@ -101,12 +103,12 @@ def _local(path: Path) -> Path:
         raise ModelNotFound(f"{path} is a file but not a .gguf file; give the model's folder, or a .gguf file")
     if (path / "config.json").is_file():
         return path
-    ggufs = sorted(path.glob("*.gguf"))
-    if len(ggufs) == 1:
-        return ggufs[0]
-    if ggufs:
-        names = ", ".join(p.name for p in ggufs)
-        raise ModelNotFound(f"{path} holds {len(ggufs)} GGUF files ({names}); give the path of one of them")
+    models = sorted({parts_of(p)[0] for p in path.glob("*.gguf") if not p.name.startswith(_PROJECTOR)})
+    if len(models) == 1:
+        return models[0]
+    if models:
+        names = ", ".join(p.name for p in models)
+        raise ModelNotFound(f"{path} holds {len(models)} GGUF models ({names}); give the path of one of them")
     raise ModelNotFound(f"{path} holds neither config.json nor a .gguf file")
 
 
@@ -183,9 +185,12 @@ def _gguf_list(repo: str) -> str:
 
 
 def _hub_file(repo: str, filename: str, progress: bool) -> Path:
+    """The file; of a split model the first part, with all others beside it."""
     log.info("fetching %s from hub repository %s", filename, repo)
     try:
-        return Path(hf_hub_download(repo, filename, tqdm_class=None if progress else _QuietBar))
+        first, *_ = [Path(hf_hub_download(repo, part.as_posix(), tqdm_class=None if progress else _QuietBar))
+                     for part in parts_of(filename)]
+        return first
     except Exception as e:
         raise ModelNotFound(_hub_failure(f"{repo}/{filename}", e)) from e
 

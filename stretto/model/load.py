@@ -14,7 +14,8 @@ import torch
 from stretto.model.api import CausalModel
 from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config, served_positions
 from stretto.model.dequantize import dequantized
-from stretto.model.gguf import GGUFSource, gguf_config
+from stretto.model.gguf import GGUFSource
+from stretto.model.gguf_config import gguf_config
 from stretto.model.lora import AdapterBank
 from stretto.model.progress import LoadLog
 from stretto.model.registry import NATIVE, find_builder

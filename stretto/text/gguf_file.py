@@ -5,6 +5,8 @@
 The `gguf` package knows the types and how to dequantise them, and is used for both. Its reader makes an array object
 for every string of the file, which takes seconds for a vocabulary; this one reads a header in a tenth of a second, and
 says where a damaged file ends. Only little-endian files of version 2 and 3. No torch in this module.
+
+Of a split model (`gguf_names`) the first part holds the metadata, and all hold tensors.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from stretto.text.gguf_names import parts_of
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -43,27 +47,38 @@ class TensorInfo:
 
 
 class GGUFFile:
-    """An opened GGUF file. The file stays mapped as long as the object, or an array from it, lives."""
+    """An opened GGUF file, or all parts of a split one. Files stay mapped as long as the object, or an array from it,
+    lives."""
 
     def __init__(self, path: str | Path):
-        """Raises GGUFError for a file that is damaged or not GGUF, OSError for one that cannot be opened."""
+        """`path`: the file, or any part. Raises GGUFError for a file that is damaged or not GGUF, and for a part that
+        is missing, OSError for one that cannot be opened."""
         self.path = Path(path)
-        with self.path.open("rb") as f:
-            if not self.path.stat().st_size:
-                raise GGUFError(f"{self.path} is empty")
-            self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)  # arrays are writable, the file is not
-        try:
-            header = _Header(self._map)
-        except (struct.error, UnicodeDecodeError, OverflowError) as e:
-            raise GGUFError(f"{self.path}: the header is damaged or cut off ({e}); fetch the file again") from e
-        except GGUFError as e:
-            raise GGUFError(f"{self.path}: {e}") from e
-        self.metadata: dict[str, Any] = header.metadata
-        self.tensors: dict[str, TensorInfo] = header.tensors
-        self._check_size()
-        if (parts := self.metadata.get("split.count", 1)) > 1:
-            raise GGUFError(f"{self.path} is one of {parts} parts of a split model; merge them into one file first"
-                            " (llama-gguf-split --merge)")
+        first, *others = self._find_parts()
+        self._parts = [_Part(first), *map(_Part, others)]
+        self.metadata: dict[str, Any] = self._parts[0].header.metadata
+        if (count := self.metadata.get("split.count", 1)) > max(1, len(self._parts)):
+            raise GGUFError(f"{self.path} is one of {count} parts of a split model, which are not named as such; name "
+                            "them NAME-00001-of-00002.gguf and so on, or merge them (llama-gguf-split --merge)")
+        self.tensors: dict[str, TensorInfo] = {}
+        self._where: dict[str, _Part] = {}
+        for part in self._parts:
+            if twice := sorted(part.header.tensors.keys() & self.tensors.keys()):
+                raise GGUFError(f"{part.path} holds {twice[0]}, which another part holds as well")
+            self.tensors |= part.header.tensors
+            self._where |= dict.fromkeys(part.header.tensors, part)
+        wanted = self.metadata.get("split.tensors.count", len(self.tensors))
+        if wanted != len(self.tensors):
+            raise GGUFError(f"{self.path} and its other parts hold {len(self.tensors)} tensors instead of {wanted}; "
+                            "fetch all parts again, from one place")
+
+    def _find_parts(self) -> list[Path]:
+        parts = parts_of(self.path)
+        missing = [part.name for part in parts if not part.is_file()]
+        if len(parts) > 1 and missing:
+            raise GGUFError(f"{self.path} is one of {len(parts)} parts of a split model, and {', '.join(missing[:5])}"
+                            f"{' and others are' if len(missing) > 5 else ' is'} not beside it: fetch all parts")
+        return parts
 
     @property
     def architecture(self) -> str:
@@ -72,13 +87,28 @@ class GGUFFile:
     def data(self, name: str) -> np.ndarray:
         """The tensor's bytes, mapped: uint8, one row of the file's layout per row of the tensor."""
         info = self.tensors[name]
-        raw = np.frombuffer(self._map, dtype=np.uint8, count=info.nbytes, offset=info.offset)
+        raw = np.frombuffer(self._where[name].map, dtype=np.uint8, count=info.nbytes, offset=info.offset)
         return raw.reshape(*info.shape[:-1], -1)
 
-    def _check_size(self) -> None:
-        end = max((t.offset + t.nbytes for t in self.tensors.values()), default=0)
-        if end > len(self._map):
-            raise GGUFError(f"{self.path} is cut off: it has {len(self._map)} bytes, its tensors need {end};"
+
+class _Part:
+    """One mapped file and its header."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        with path.open("rb") as f:
+            if not path.stat().st_size:
+                raise GGUFError(f"{path} is empty")
+            self.map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)  # arrays are writable, the file is not
+        try:
+            self.header = _Header(self.map)
+        except (struct.error, UnicodeDecodeError, OverflowError) as e:
+            raise GGUFError(f"{path}: the header is damaged or cut off ({e}); fetch the file again") from e
+        except GGUFError as e:
+            raise GGUFError(f"{path}: {e}") from e
+        end = max((t.offset + t.nbytes for t in self.header.tensors.values()), default=0)
+        if end > len(self.map):
+            raise GGUFError(f"{path} is cut off: it has {len(self.map)} bytes, its tensors need {end};"
                             " fetch the file again")
 
 

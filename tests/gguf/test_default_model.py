@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from stretto.model.config import ModelConfig
-from stretto.model.gguf import GGUFSource, gguf_config
+from stretto.model.gguf import GGUFSource
+from stretto.model.gguf_config import gguf_config
 from stretto.model.hub import DEFAULT_WHEEL, ModelNotFound, resolve_model
 from stretto.model.load import load_model
 from stretto.text.stream import IncrementalText

@@ -9,7 +9,8 @@ import gguf
 import numpy as np
 import pytest
 
-from stretto.model.gguf import GGUFSource, gguf_config
+from stretto.model.gguf import GGUFSource
+from stretto.model.gguf_config import gguf_config
 from stretto.model.source import WeightError
 from stretto.text.gguf_file import GGUFError, GGUFFile
 from stretto.text.tokenizer import TokenizerError, load_tokenizer
@@ -78,12 +79,6 @@ def test_other_files_are_refused(small, tmp_path, change, message):
     (tmp_path / "x.gguf").write_bytes(change(small.read_bytes()))
     with pytest.raises(GGUFError, match=message):
         GGUFFile(tmp_path / "x.gguf")
-
-
-def test_parts_of_a_split_model_are_refused(tmp_path):
-    path = write_model(tmp_path / "m-00001-of-00003.gguf", tiny_model(), metadata={"split.count": 3})
-    with pytest.raises(WeightError, match="one of 3 parts of a split model; merge them"):
-        GGUFSource(path)
 
 
 def test_missing_file():

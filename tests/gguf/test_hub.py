@@ -35,7 +35,7 @@ def test_local_paths(tmp_path):
 
 def test_local_paths_that_hold_no_model(tmp_path, monkeypatch):
     (tmp_path / "a.gguf").touch(), (tmp_path / "b.gguf").touch(), (tmp_path / "x.bin").touch(), (tmp_path / "e").mkdir()
-    for name, message in (("", r"holds 2 GGUF files \(a.gguf, b.gguf\)"), ("x.bin", "a file but not a .gguf file"),
+    for name, message in (("", r"holds 2 GGUF models \(a.gguf, b.gguf\)"), ("x.bin", "a file but not a .gguf file"),
                           ("e", "neither config.json nor a .gguf file"), ("nowhere", "no such file or folder")):
         with pytest.raises(ModelNotFound, match=message):
             resolve_model(str(tmp_path / name))

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.model.gguf import QUANTISED, GGUFSource
+from stretto.model.gguf import GGUFSource
+from stretto.model.gguf_blocks import QUANTISED, layout, numbers, packed
 from stretto.model.load import load_model
 from stretto.ops.packed import Packed
 from tests.gguf.files import Writer, model_metadata, permute, tiny_model, write_model
@@ -104,10 +105,10 @@ def test_values_of_a_format(tmp_path, kind):
     assert tensor.dtype == torch.float32
     torch.testing.assert_close(tensor, torch.tensor(expected), atol=1e-5, rtol=1e-5)
     layout = source.layout("model.embed_tokens.weight")
-    assert (layout is None) == (kind in (Kind.Q5_K, Kind.Q6_K))
+    assert (layout is None) == (kind is Kind.Q6_K)
     if layout is not None:
         packed = source.packed("model.embed_tokens.weight")
-        assert packed.layout == layout and packed.codes.dtype == (torch.int8 if kind is Kind.Q8_0 else torch.uint8)
+        assert packed.layout == layout and packed.codes.dtype == (torch.int8 if layout.bits == 8 else torch.uint8)
         torch.testing.assert_close(packed.dequantized(torch.float32), tensor, atol=1e-5, rtol=1e-5)
 
 
@@ -141,7 +142,19 @@ def test_rows_are_put_back_after_dequantising(tmp_path, kind):
         assert torch.equal(stored, torch.from_numpy(rows)), name
 
 
-def test_every_promised_format_is_known_to_the_library():
-    for kind in QUANTISED:
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        assert gguf.dequantize(np.zeros((2, size), np.uint8), kind).shape == (2, block)
+@pytest.mark.parametrize("kind", sorted(QUANTISED, key=lambda kind: kind.name), ids=lambda kind: kind.name)
+def test_what_is_packed_is_what_the_library_reads(kind):
+    """Of every kind that is read; the scales of most lie at the beginning or the end of a block."""
+    rng = np.random.default_rng(5)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (ROWS, 512 // block, size), dtype=np.uint8)
+    for at in (0, 2, size - 2, size - 4):
+        half = rng.normal(0, 0.1, raw.shape[:2]).astype(np.float16)
+        raw[:, :, at : at + 2] = half.view(np.uint8).reshape(*raw.shape[:2], 2)
+    if kind is Kind.MXFP4:
+        raw[:, :, 0] = rng.integers(110, 140, raw.shape[:2])
+    rows = raw.reshape(ROWS, -1)
+    expected = torch.from_numpy(gguf.dequantize(rows, kind))
+    assert torch.equal(numbers(kind, rows), expected) and expected.isfinite().all()
+    if layout(kind) is not None:
+        torch.testing.assert_close(packed(kind, rows).dequantized(torch.float32), expected, atol=1e-5, rtol=1e-5)
