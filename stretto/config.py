@@ -252,6 +252,8 @@ class DeviceFacts:
     bfloat16: bool = False  # computes in bfloat16 natively
     fp8: bool = True  # its kernels can read and write e4m3
     others: tuple[tuple[int, int], ...] = ()  # (total, free) memory of further devices of this kind
+    kernels: tuple[str, ...] = ()  # compiled on this machine for its processor
+    missing: tuple[tuple[str, str], ...] = ()  # such kernels that are not there, each with the reason and the way out
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,7 @@ class ModelFacts:
     native: bool = True  # run by this engine's own layers, not by transformers' modules
     sampling_defaults: tuple[tuple[str, float], ...] = ()  # of generation_config.json, by the names of SamplingParams
     packed_bytes: tuple[tuple[str, int], ...] = ()  # of quantised weights by type of device, for 16-bit activations
+    exact_packed_bytes: int | None = None  # the same on a CPU in float32, where it has kernels for that
     unpacked_bytes: int = 0  # of the largest matrix that a GPU makes anew of packed weights, for one product
 
 

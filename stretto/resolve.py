@@ -215,6 +215,7 @@ class _Resolution:
         assert device is not None  # or it was refused
         device = self._smallest(device)
         self.kind, dtype = device.kind, self._dtype(device)
+        self._native_kernels(device)
         self._quantised(dtype)
         self.kv_dtype = self._kv_dtype(device, dtype)
         context = self._context()
@@ -283,14 +284,28 @@ class _Resolution:
         self._note("dtype", "auto", now, why)
         return now
 
+    def _native_kernels(self, device: DeviceFacts) -> None:
+        if device.kind == "cpu":
+            names: dict[str, list[str]] = {}
+            for name, why in device.missing:
+                names.setdefault(why, []).append(name)
+            self._note("native kernels", "", ", ".join(device.kernels) or "none",
+                       "; ".join(f"without {', '.join(some)}: {why}" for why, some in names.items()))
+
     def _quantised(self, dtype: str) -> None:
         """A note of quantised weights: kept in their bits as far as this device has kernels for them, or as numbers."""
         if self.model.packed_bytes:
             packed, numbers = self._packed_bytes(dtype), self.model.parameters * ITEM_BYTES[dtype]
             self._note("quantised weights", "", gib(numbers if packed is None else packed),
-                       f"dequantised to {dtype}: they stay packed with --dtype bfloat16 (on a GPU with float16, too,"
-                       " but not with --deterministic)" if packed is None else
+                       f"dequantised to {dtype}: they stay packed with {self._packing_types()}" if packed is None else
                        f"as {dtype} all would take {gib(numbers)}")
+
+    def _packing_types(self) -> str:
+        if self.kind == "cuda":
+            return "--dtype bfloat16 and float16, and without --deterministic"
+        if self.model.exact_packed_bytes is None:
+            return "--dtype bfloat16, and in float32 where there are native kernels"
+        return "--dtype float32 and bfloat16"
 
     def _kv_dtype(self, device: DeviceFacts, dtype: str) -> str:
         asked = self.config.kv.kv_cache_dtype
@@ -309,7 +324,8 @@ class _Resolution:
             if stored == "float16" or not device.bfloat16:
                 return "float16", f"stored as {stored}" if stored == "float16" else "this GPU has no bfloat16"
             return "bfloat16", f"stored as {stored}"
-        size = self.model.parameters * ITEM_BYTES["float32"]
+        exact = self.model.exact_packed_bytes
+        size = self.model.parameters * ITEM_BYTES["float32"] if exact is None else exact
         if size > device.memory_free // 2:
             return "bfloat16", f"float32 weights would take {gib(size)} of {gib(device.memory_free)} free memory"
         packed = dict(self.model.packed_bytes).get("cpu")
@@ -422,10 +438,10 @@ class _Resolution:
 
     def _packed_bytes(self, dtype: str) -> int | None:
         """Of all weights, where quantised ones are kept in their bits; see `model.packed_matrix.stays_packed`."""
-        if ITEM_BYTES[dtype] != 2 or (self.kind == "cuda" and self.config.model.deterministic) or \
-                (self.kind == "cpu" and dtype != "bfloat16"):
-            return None
-        return dict(self.model.packed_bytes).get(self.kind)
+        sixteen = dict(self.model.packed_bytes).get(self.kind)
+        if self.kind == "cpu":
+            return {"float32": self.model.exact_packed_bytes, "bfloat16": sixteen}.get(dtype)
+        return None if ITEM_BYTES[dtype] != 2 or self.config.model.deterministic else sixteen
 
     def _unpacked(self, dtype: str) -> int:
         """For the matrix that many rows are multiplied by, made anew of packed weights; graphs have memory of their

@@ -31,6 +31,7 @@ from stretto.engine.llm import LLM
 from stretto.engine.prepare import Prepared, prepare
 from stretto.facts import device_facts, usable_cores
 from stretto.model.hub import hub_trouble
+from stretto.ops.native import library
 from stretto.params import SamplingParams
 from stretto.resolve import check_values
 from stretto.spec.context import DrafterError
@@ -95,6 +96,7 @@ def machine() -> Iterator[Finding]:
                                                      f"{gib(device.memory_total)}")
     yield from _gpu()
     yield _threads()
+    yield from _native_kernels()
     yield from _shared_memory()
     yield _open_files()
 
@@ -126,6 +128,16 @@ def _threads() -> Finding:
     if threads > cores:
         return Finding("warn", "threads", found, f"set OMP_NUM_THREADS={cores}")
     return Finding("ok", "threads", found)
+
+
+def _native_kernels() -> Iterator[Finding]:
+    missing = library.troubles()
+    there = [name for name in library.names() if name not in missing]
+    if there:
+        yield Finding("ok", "native kernels", f"{', '.join(there)}: compiled for this processor")
+    for name, why in missing.items():
+        reason, _, way_out = why.partition("; ")
+        yield Finding("warn", "native kernels", f"without {name}: {reason}", way_out)
 
 
 def _shared_memory() -> Iterator[Finding]:

@@ -225,7 +225,7 @@ def _differences(one: Introduction, model: ModelFacts, files: Mapping[str, str])
 
 def _of_files(model: ModelFacts) -> ModelFacts:
     """Without what depends on the host: how weights are packed."""
-    return replace(model, packed_bytes=(), unpacked_bytes=0)
+    return replace(model, packed_bytes=(), exact_packed_bytes=None, unpacked_bytes=0)
 
 
 class HostRanks:

@@ -1,11 +1,12 @@
 """Products by weights that stay in the bits they are stored in, where a device has kernels for that.
 
-    CPU, bfloat16     torch's int4 and int8 kernels; int8 with a scale for each group of columns as two int4 matrices:
-                          code = 16 * high + low           W = 16 s * high + s * low
+    CPU               ours in C++ (`ops.native.packed`), float32 sums, of integers of 4 and 8 bits
+    CPU without them  in bfloat16 torch's int4 and int8 kernels; int8 with a scale for each group of columns as two int4
+                      matrices: code = 16 * high + low           W = 16 s * high + s * low
     CUDA              ours for few rows (`ops.triton_packed`); many rows are multiplied by the matrix made anew in 16
                       bits for the length of the product; e4m3 by e4m3 where the checkpoint means so
 
-A row's result does not depend on the rows beside it on a CPU: torch's kernels sum each row by itself. On CUDA it
+A row's result does not depend on the rows beside it on a CPU: these kernels sum each row by itself. On CUDA it
 differs by rounding, as with all products there. Inputs that are rounded to e4m3 are rounded row by row, for few rows
 and many.
 """
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from stretto.model.matrix import Matrix
+from stretto.ops.native import packed as native
 from stretto.ops.packed import BLOCK, MOST_ROWS, Layout, Packed, unpack4
 
 CPU_GROUPS = (32, 64, 128, 256)  # that torch's int4 kernel takes
@@ -28,6 +30,8 @@ AT_ONCE = 2048  # outputs that are packed at a time; torch packs blocks of at mo
 def stays_packed(layout: Layout, outputs: int, inputs: int, dtype: torch.dtype, device: str, fixed: bool) -> bool:
     """Whether a matrix of this layout is kept in its bits on a device of this type, for activations of `dtype`.
     `fixed`: its sums must not depend on the batch."""
+    if device == "cpu" and is_native(layout, outputs, inputs, dtype):
+        return True
     if inputs % layout.group or (layout.bits == 4 and inputs % BLOCK):
         return False
     if outputs % ROWS or dtype not in (torch.bfloat16, torch.float16):
@@ -35,6 +39,16 @@ def stays_packed(layout: Layout, outputs: int, inputs: int, dtype: torch.dtype, 
     if device == "cpu":
         return dtype is torch.bfloat16 and _on_cpu(layout, inputs)
     return device == "cuda" and not fixed and _on_cuda(layout, inputs)
+
+
+def is_native(layout: Layout, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
+    """Whether our kernels for CPUs multiply such a matrix by activations of `dtype`. Its scales are float32 then."""
+    return dtype in native.TYPES and native.takes(layout, outputs, inputs)
+
+
+def _is_native(weight: Packed) -> bool:
+    """One of those, on a CPU."""
+    return weight.scales.dtype is torch.float32 and native.takes(weight.layout, weight.outputs, weight.inputs)
 
 
 def _on_cpu(layout: Layout, inputs: int) -> bool:
@@ -64,6 +78,8 @@ def packed_matrix(weight: Packed, bias: torch.Tensor | None = None) -> Matrix:
     layout = weight.layout
     if weight.codes.is_cuda:
         return (EightBitMatrix if _by_eight_bits(weight) else PackedCudaMatrix)(weight, bias)
+    if _is_native(weight):
+        return NativeMatrix(weight, bias)
     if layout.kind == "int8" and layout.group == weight.inputs and not layout.offsets:
         return Int8CpuMatrix(weight, bias)
     return Int4CpuMatrix(weight, bias)
@@ -84,11 +100,36 @@ def matrix_bytes(weight: Packed, device: str, experts: bool = False) -> tuple[in
         if experts:
             return kept, 0
         return kept + 4 * (weight.outputs // ROWS), 0 if _by_eight_bits(weight) else 2 * numbers
+    if _is_native(weight):
+        return native.arranged_bytes(layout, weight.outputs, weight.inputs), 0
     if layout.kind == "int8" and layout.group == weight.inputs and not layout.offsets:
         return weight.nbytes, 0
     group = _cpu_group(layout, weight.inputs)
     assert group is not None
     return (layout.bits // 4) * (numbers // 2 + numbers // group * 2 * weight.scales.itemsize), 0
+
+
+class NativeMatrix:
+    """A row's result depends on that row alone, bit for bit, however many come with it."""
+
+    def __init__(self, weight: Packed, bias: torch.Tensor | None = None):
+        self._arranged, self._bias = native.Arranged(weight), bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._into(x, x.new_empty(len(x), self._arranged.outputs))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if residual.stride(1) != 1:
+            return residual.add_(self(x))
+        return self._into(x, residual, add=True)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The float32 sums themselves."""
+        return self._into(x, x.new_empty(len(x), self._arranged.outputs, dtype=torch.float32))
+
+    def _into(self, x: torch.Tensor, out: torch.Tensor, add: bool = False) -> torch.Tensor:
+        bias = None if self._bias is None else self._bias.to(out.dtype)
+        return self._arranged.multiply(x if x.stride(1) == 1 else x.contiguous(), out, bias, add)
 
 
 class _CpuMatrix:

@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 
 from stretto.model.lora import AdapterBank
-from stretto.model.packed_matrix import matrix_bytes, stays_packed
+from stretto.model.packed_matrix import is_native, matrix_bytes, stays_packed
 from stretto.model.shard import Piece, Shard, cut, whole
 from stretto.model.source import PackedSource, WeightError, WeightSource
 from stretto.ops.packed import Layout, Packed
@@ -71,7 +71,8 @@ class Weights:
         """`fixed`: what is made of these weights shall compute a row in one way, whatever the batch. `adapters`: where
         linear layers get room for adapters. `shard`: the rank whose part this is; None: all of it.
         `kernels`: the type of the device that will multiply, which decides what stays packed; None: `device`'s.
-        `multiplied_in`: to which packed matrices round their inputs; None: `dtype`, not at all."""
+        `multiplied_in`: to which packed matrices round their inputs where there are no kernels for `dtype`; None:
+        `dtype`, not at all."""
         self._source, self._names = source, frozenset(source.names())
         self.dtype, self.device, self.fixed, self.adapters = dtype, device, fixed, adapters
         self._packed_dtype = multiplied_in or dtype
@@ -138,14 +139,17 @@ class Weights:
             return None
         if layout.group == inputs:  # a scale a row, however many columns of it are here
             layout = replace(layout, group=count)
-        packed = not count % layout.group and stays_packed(layout, piece.rows, count, self._packed_dtype, self.kernels,
-                                                           self.fixed)
+        packed = not count % layout.group and any(
+            stays_packed(layout, piece.rows, count, dtype, self.kernels, self.fixed)
+            for dtype in (self.dtype, self._packed_dtype))
         return layout if packed else None
 
     def _stack_packed(self, layout: Layout, pieces: Sequence[Piece], inputs: int, cut_columns: bool) -> Packed:
         column, width = cut(self.shard, inputs) if cut_columns else (0, inputs)
-        scales = torch.float32 if layout.kind == "fp8" else self._packed_dtype
-        parameter = Packed.empty(layout, sum(p.rows for p in pieces), width, scales, self.device)
+        rows = sum(p.rows for p in pieces)
+        native = self.kernels == "cpu" and is_native(layout, rows, width, self.dtype)
+        scales = torch.float32 if native or layout.kind == "fp8" else self._packed_dtype
+        parameter = Packed.empty(layout, rows, width, scales, self.device)
         at = 0
         for p in pieces:
             self._copies.append(_PackedCopy(p.name, (p.total, inputs), parameter.rows(at, p.rows), (p.start, column)))

@@ -31,6 +31,7 @@ class Layout:
     group: int  # neighbouring columns that share a scale
     offsets: bool = False
     eight_bit_inputs: bool = False  # the checkpoint means its inputs to be rounded to e4m3 as well
+    half_scales: bool = False  # scales are float16 numbers; so are, of int4 with offsets, the offsets - 8 scales
 
     @property
     def bits(self) -> int:

@@ -4,6 +4,7 @@ threads."""
 from __future__ import annotations
 
 import ctypes
+import logging
 import shutil
 from pathlib import Path
 
@@ -82,6 +83,7 @@ def test_no_compiler(source, monkeypatch):
 
 
 def test_what_is_missing_is_said_once(source, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(building.shutil, "which", lambda name: None)
     monkeypatch.setattr(libraries, "HEADERS", source.parent)
     libraries._attempt.cache_clear()

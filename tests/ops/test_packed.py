@@ -13,13 +13,16 @@ from stretto.model.packed_matrix import (
     Int4CpuMatrix,
     Int8CpuMatrix,
     JoinedMatrix,
+    NativeMatrix,
     PackedCudaMatrix,
+    is_native,
     matrix_bytes,
     packed_matrix,
     stays_packed,
 )
 from stretto.ops.gates import Gate
 from stretto.ops.grouped import group_by_expert, grouped_linear_reference
+from stretto.ops.native.library import library
 from stretto.ops.packed import MOST_ROWS, Layout, Packed, pack4, unpack4
 from stretto.ops.triton_packed import (
     INTERPRETED,
@@ -149,8 +152,109 @@ def test_rows_are_rounded_by_themselves():
 
 
 # ---------------------------------------------------------------------------------------------------------- matrices
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.kind[:2] != "fp"], ids=name)
-def test_on_a_cpu_a_row_does_not_know_the_others(layout):
+INTEGERS = [layout for layout in LAYOUTS if layout.kind[:2] != "fp"]
+NATIVE = [*INTEGERS, Layout("int8", 16), Layout("int8", 48, True), Layout("int4", 32, half_scales=True),
+          Layout("int4", 32, True, half_scales=True), Layout("int8", 32, half_scales=True)]
+needs_native = pytest.mark.skipif(library("packed") is None, reason="no C++ compiler")
+
+
+def native_name(layout: Layout) -> str:
+    return name(layout) + "-halves" * layout.half_scales
+
+
+def made_native(layout: Layout, outputs: int = 48, inputs: int = 384) -> Packed:
+    weight = made(layout, outputs, inputs, torch.float32, CPU)
+    if layout.half_scales:
+        weight.scales.copy_(weight.scales.half())
+        if weight.offsets is not None:
+            weight.offsets.copy_(weight.offsets.half().float() + 8 * weight.scales)
+    return weight
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", NATIVE, ids=native_name)
+def test_native_products_are_float32_sums(layout, dtype):
+    """As exact as a float32 product of the numbers that are meant; rows do not know each other, bit for bit."""
+    weight, x = made_native(layout), randn(37, 384).to(dtype)
+    matrix, numbers = packed_matrix(weight), weight.dequantized(torch.float32)
+    assert isinstance(matrix, NativeMatrix) and is_native(layout, 48, 384, dtype)
+    assert stays_packed(layout, 48, 384, dtype, "cpu", True)
+    sums = matrix.logits(x)
+    want = x.double() @ numbers.double().t()
+    usual = float((x.float() @ numbers.t() - want).norm() / want.norm())
+    assert float((sums - want).norm() / want.norm()) < 3 * usual + 1e-7
+    assert torch.equal(matrix(x), sums.to(dtype))
+    for start, end in ((0, 1), (3, 20), (36, 37), (5, 21), *((0, n) for n in range(1, 18))):
+        assert torch.equal(matrix.logits(x[start:end]), sums[start:end])
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_native_products_do_not_depend_on_threads(threads, monkeypatch):
+    weight, x = made_native(LAYOUTS[2], 16 * 23, 128), randn(70, 128)
+    want = packed_matrix(weight)(x)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert torch.equal(packed_matrix(weight)(x), want)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_native_biases_sums_and_strides(dtype):
+    weight, bias = made_native(LAYOUTS[2]), randn(48, seed=4).to(dtype)
+    wide = randn(9, 800).to(dtype)
+    x = wide[:, 100:484]
+    plain, matrix = packed_matrix(weight), packed_matrix(weight, bias)
+    out = plain(x.contiguous())
+    assert torch.equal(plain(x), out) and torch.equal(plain(x.t().contiguous().t()), out)
+    assert torch.equal(matrix(x), (plain.logits(x) + bias.float()).to(dtype))
+    assert torch.equal(matrix.logits(x), plain.logits(x) + bias.float())
+    beside = randn(9, 100, seed=5).to(dtype)
+    around = beside.clone()
+    want = beside[:, 20:68] + matrix(x)
+    assert torch.equal(matrix.add_to(beside[:, 20:68], x), want)
+    assert torch.equal(beside[:, :20], around[:, :20]) and torch.equal(beside[:, 68:], around[:, 68:])
+    turned = randn(48, 9, seed=6).to(dtype).t()
+    assert torch.equal(matrix.add_to(turned.clone(), x), turned + matrix(x))
+    assert plain(x[:0]).shape == (0, 48)
+
+
+@needs_native
+def test_native_numbers_that_are_none():
+    x = randn(3, 384)
+    x[1, 5] = float("nan")
+    out = packed_matrix(made_native(LAYOUTS[0]))(x)
+    assert out[1].isnan().all() and not out[0].isnan().any() and not out[2].isnan().any()
+
+
+@needs_native
+def test_half_scales_that_are_none_stay_whole():
+    """An m so small beside d that float32 has rounded m + 8 d."""
+    layout = Layout("int4", 32, True, half_scales=True)
+    weight = made_native(layout)
+    weight.offsets[0, 0] += 1e-6
+    x = randn(3, 384)
+    plain = replace(weight, layout=replace(layout, half_scales=False))
+    assert torch.equal(packed_matrix(weight)(x), packed_matrix(plain)(x))
+
+
+@needs_native
+@pytest.mark.parametrize("layout", NATIVE, ids=native_name)
+def test_what_a_native_matrix_keeps(layout):
+    weight = made_native(layout)
+    assert sum(held(packed_matrix(weight)).values()) == matrix_bytes(weight, "cpu")[0]
+
+
+def test_without_a_compiler_torch_multiplies(monkeypatch):
+    monkeypatch.setattr("stretto.ops.native.packed.library", lambda name: None)
+    assert not stays_packed(Layout("int4", 32), 32, 128, torch.float32, "cpu", True)
+    assert not is_native(Layout("int4", 32), 32, 128, torch.bfloat16)
+
+
+@pytest.mark.parametrize("layout", INTEGERS, ids=name)
+def test_on_a_cpu_a_row_does_not_know_the_others(layout, monkeypatch):
+    """By torch's kernels."""
+    monkeypatch.setattr("stretto.ops.native.packed.library", lambda name: None)
     if not stays_packed(layout, 48, 384, torch.bfloat16, "cpu", True):
         pytest.skip(f"{name(layout)} is dequantised on this CPU")
     weight, x = made(layout, 48, 384, torch.bfloat16, CPU), randn(37, 384).bfloat16()
@@ -211,8 +315,9 @@ def held(value: object) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.kind != "fp4"], ids=name)
-def test_what_a_matrix_keeps_is_what_the_plan_counts(layout):
+def test_what_a_matrix_keeps_is_what_the_plan_counts(layout, monkeypatch):
     """Nothing of the weight stays beside the form that is multiplied."""
+    monkeypatch.setattr("stretto.ops.native.packed.library", lambda name: None)
     weight = made(layout, 48, 384, torch.bfloat16)
     assert sum(held(PackedCudaMatrix(weight)).values()) == matrix_bytes(weight, "cuda")[0]
     assert matrix_bytes(weight, "cuda")[1] == 48 * 384 * 2
@@ -234,7 +339,8 @@ def test_matrices_below_each_other():
     (Layout("fp8", 128), (32, 128), "cpu", False, False), (Layout("fp8", 48), (32, 192), "cuda", False, False),
     (Layout("int8", 96), (32, 96), "cuda", False, False), (Layout("int4", 128), (32, 192), "cuda", False, False),
 ])
-def test_what_stays_packed(layout, sizes, device, fixed, packed):
+def test_what_stays_packed(layout, sizes, device, fixed, packed, monkeypatch):
+    monkeypatch.setattr("stretto.ops.native.packed.library", lambda name: None)
     assert stays_packed(layout, *sizes, torch.bfloat16, device, fixed) == packed
     assert not stays_packed(layout, *sizes, torch.float32, device, fixed)
 

@@ -13,6 +13,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -41,6 +42,16 @@ def trouble(name: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def troubles() -> dict[str, str]:
+    """Why libraries are missing, by name, and "threads" where they have one alone; empty where all is well. What has to
+    be compiled is, all at once."""
+    with ThreadPoolExecutor() as pool:
+        found = {name: why for name, why in zip(names(), pool.map(trouble, names())) if why is not None}
+    if len(found) < len(names()) and not threaded():
+        found["threads"] = "torch has loaded no OpenMP runtime with GOMP_parallel; install torch from its own wheels"
+    return found
+
+
 def function(name: str, symbol: str, *arguments: type) -> Callable[..., None]:
     """A function of a library that is there, which returns nothing."""
     found = library(name)
@@ -54,7 +65,7 @@ def _attempt(source: Path) -> ctypes.CDLL | str:
     try:
         return load(source)
     except BuildError as e:
-        log.warning("native kernels %s: %s", source.stem, e)
+        log.info("native kernels %s: %s", source.stem, e)
         return str(e)
 
 
