@@ -121,7 +121,8 @@ def test_in_bfloat16_a_file_stays_packed(tmp_path, kind, monkeypatch):
     ids, cpu = list(range(3, 40)), torch.device("cpu")
     exact = run(load_model(path, dtype=torch.float32, device=cpu), ids)
     model = load_model(path, dtype=torch.bfloat16, device=cpu)
-    assert isinstance(model.embedding.weight, Packed) and type(model.head._matrix).__name__ == "Int4CpuMatrix"
+    assert isinstance(model.embedding.weight, Packed)
+    assert type(model.head._matrix).__name__ in ("NativeMatrix", "Int4CpuMatrix")
     monkeypatch.setattr("stretto.model.weights.stays_packed", lambda *_: False)
     usual = run(load_model(path, dtype=torch.bfloat16, device=cpu), ids)
     assert (run(model, ids) - exact).norm() < 1.3 * (usual - exact).norm()

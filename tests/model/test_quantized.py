@@ -19,6 +19,7 @@ from stretto.model.quantization import parse_quantization
 from stretto.model.shard import Shard, rows_of, whole
 from stretto.model.source import WeightError
 from stretto.model.weights import Weights
+from stretto.ops.native.library import library
 from stretto.ops.packed import Packed
 from tests.model import quantized
 from tests.model.dense import greedy, run
@@ -74,7 +75,9 @@ def load(folder):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_transformers_with_the_numbers_that_are_meant(layout, tmp_path, caplog):
+def test_equals_transformers_with_the_numbers_that_are_meant(layout, tmp_path, caplog, monkeypatch):
+    """Dequantised at load; for what native kernels keep packed, see below."""
+    without_native(monkeypatch)
     oracle = save_quantized(tmp_path, layout)
     with caplog.at_level(logging.WARNING):
         model, ids = load(tmp_path), ids_of(15)
@@ -178,11 +181,22 @@ def test_experts_that_are_stored_one_by_one(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------ kept packed
-# What the matrices of the projections become for bfloat16 on a CPU, and in how many bytes a number of them is kept.
+# What the matrices of the projections become on a CPU, and in how many bytes a number of them is kept: by our kernels,
+# and in bfloat16 by torch's where there is no compiler.
+NATIVE = {"gptq-4": 0.5 + 8 / 32, "gptq-v2": 0.5 + 8 / 32, "awq": 0.5 + 8 / 32, "packed-4": 0.5 + 4 / 32,
+          "packed-4-zero-points": 0.5 + 8 / 32, "packed-8": 1 + 4 / 32, "int8": None, "packed-4-per-channel": None}
 PACKED = {"gptq-4": ("Int4CpuMatrix", 0.5 + 4 / 32), "gptq-v2": ("Int4CpuMatrix", 0.5 + 4 / 32),
           "awq": ("Int4CpuMatrix", 0.5 + 4 / 32), "packed-4": ("Int4CpuMatrix", 0.5 + 4 / 32),
           "packed-4-zero-points": ("Int4CpuMatrix", 0.5 + 4 / 32), "packed-8": ("Int4CpuMatrix", 1 + 8 / 32),
           "int8": ("Int8CpuMatrix", None), "packed-4-per-channel": ("Int4CpuMatrix", None)}
+if library("packed") is None:
+    NATIVE = {}
+
+
+def without_native(monkeypatch) -> None:
+    """As where there is no compiler."""
+    monkeypatch.setattr("stretto.ops.native.packed.library", lambda name: None)
+    monkeypatch.setattr("stretto.facts.library.library", lambda name: None)
 
 
 def matrices(model) -> set[str]:
@@ -195,8 +209,9 @@ def matrices(model) -> set[str]:
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_bfloat16_weights_stay_packed(layout, tmp_path, monkeypatch, caplog):
-    """No further from the numbers that are meant than the same model dequantised to bfloat16 is; nearly all of what
-    differs is rounding of activations."""
+    """By torch's kernels. No further from the numbers that are meant than the same model dequantised to bfloat16 is;
+    nearly all of what differs is rounding of activations."""
+    without_native(monkeypatch)
     oracle, ids = save_quantized(tmp_path, layout), ids_of(40)
     want = oracle_logits(oracle, ids)
     with caplog.at_level(logging.WARNING):
@@ -210,6 +225,7 @@ def test_in_bfloat16_weights_stay_packed(layout, tmp_path, monkeypatch, caplog):
     assert off < 1.3 * usual and off < 0.04
     if bytes_each is not None:
         monkeypatch.undo()
+        without_native(monkeypatch)
         projections = sum(p.numel() for name, p in oracle.named_parameters() if "_proj" in name)
         rest = sum(p.numel() for p in oracle.parameters()) - projections
         facts = model_facts(tmp_path)
@@ -217,7 +233,27 @@ def test_in_bfloat16_weights_stay_packed(layout, tmp_path, monkeypatch, caplog):
         by_groups = (0.5 if "8" not in layout else 1) + 4 / 32
         arrivals = sum(p.shape[0] // 4 for name, p in oracle.named_parameters() if "_proj" in name and p.ndim > 1)
         assert dict(facts.packed_bytes)["cuda"] == round(projections * by_groups) + arrivals + 2 * rest
+        assert facts.exact_packed_bytes is None
         assert facts.unpacked_bytes == 2 * 2 * SHAPE["hidden_size"] * SHAPE["intermediate_size"], "gate and up"
+
+
+@pytest.mark.parametrize("layout", NATIVE)
+def test_native_kernels_keep_weights_packed_in_every_type(layout, tmp_path, caplog):
+    """In float32 the sums are those of the numbers that are meant; bfloat16 rounds activations alone."""
+    oracle, ids = save_quantized(tmp_path, layout), ids_of(40)
+    want = oracle_logits(oracle, ids)
+    with caplog.at_level(logging.WARNING):
+        exact, rounded = (load_model(tmp_path, dtype=dtype, device=CPU) for dtype in (torch.float32, torch.bfloat16))
+    assert matrices(exact) == matrices(rounded) == {"NativeMatrix"} and "were dequantised" not in caplog.text
+    torch.testing.assert_close(run(exact, ids), want, atol=1e-4, rtol=1e-4)
+    assert greedy(exact, ids, 8) == oracle_greedy(oracle, ids, 8)
+    assert (run(rounded, ids) - want).norm() / want.norm() < 0.04
+    if (bytes_each := NATIVE[layout]) is not None:
+        projections = sum(p.numel() for name, p in oracle.named_parameters() if "_proj" in name)
+        rest = sum(p.numel() for p in oracle.parameters()) - projections
+        facts = model_facts(tmp_path)
+        assert facts.exact_packed_bytes == round(projections * bytes_each) + 4 * rest
+        assert dict(facts.packed_bytes)["cpu"] == round(projections * bytes_each) + 2 * rest
 
 
 class Tensors:
@@ -258,7 +294,7 @@ def test_rows_of_heads_that_are_put_in_another_order(tmp_path):
     pack, config, _ = LAYOUTS["gptq-4"]
     quantized.rewrite(tmp_path, pack, config, oracle)
     model = load_model(tmp_path, dtype=torch.bfloat16, device=CPU)
-    assert "Int4CpuMatrix" in matrices(model)
+    assert matrices(model) & {"Int4CpuMatrix", "NativeMatrix"}
     want = oracle_logits(oracle, ids)
     assert (run(model, ids) - want).norm() / want.norm() < 0.05
 
@@ -269,7 +305,7 @@ def test_a_trivial_order_of_columns_is_none(tmp_path):
     edit(tmp_path, lambda t: t.update({name.replace("qweight", "g_idx"): torch.arange(words.shape[0] * 8) // 32
                                        for name, words in list(t.items()) if name.endswith(".qweight")}))
     model, ids = load_model(tmp_path, dtype=torch.bfloat16, device=CPU), ids_of(9)
-    assert matrices(model) == {"Int4CpuMatrix"}
+    assert matrices(model) == {"NativeMatrix" if NATIVE else "Int4CpuMatrix"}
     want = oracle_logits(oracle, ids)
     assert (run(model, ids) - want).norm() / want.norm() < 0.04
 
