@@ -35,7 +35,8 @@ class Counters:
     host_stops: int = 0  # turns ended by a stop string, with or without a step in flight
     aborts: int = 0
     masked_steps: int = 0  # with a grammar's row that samples
-    masked_positions: int = 0  # for which a mask was made
+    masked_positions: int = 0  # that a mask was needed for
+    masks_reused: int = 0  # of them, those whose mask had been made for another position
     grammar_ends: int = 0  # turns that a grammar ended
     grammar_errors: int = 0  # turns whose grammar could not be compiled, or led into a dead end
     processor_steps: int = 0  # with a row whose request has logit processors of its own

@@ -7,6 +7,9 @@
                 The device runs the forward pass of step N+1 meanwhile.
 
 A draft that the grammar refuses is not in the mask of its position, so verification cuts the window there.
+
+What a compiled grammar takes cannot be asked of llguidance. It grows with the work that is done on it (new states of
+its lexer take 10 MB a second at most, on a core of a server), and so it is estimated, by time, from above.
 """
 
 from __future__ import annotations
@@ -22,12 +25,17 @@ from llguidance import LLMatcher, LLTokenizer
 
 from stretto.host.faults import HostFault
 from stretto.params import Grammar
-from stretto.text.grammar import GrammarError, compiled, definition, fault_of, is_dead
+from stretto.text.grammar import GrammarError, compiled, definition, fault_of, is_dead, places_in, texts_of
 from stretto.text.masks import is_dead_end
+from stretto.text.regex_places import Place, RegexPlaces, TokenTexts
 
 COMPILE_THREADS = 2
 COMPILE_SECONDS = 20.0  # from submission on
 CACHED = 256  # automata, of all grammars together
+CACHED_BYTES = 1 << 30  # that they take together, as it is estimated
+WORN_BYTES = 64 << 20  # one that takes more gets no new turns: its grammar is compiled anew for them
+SMALL_BYTES = 1 << 20  # of one that was just compiled, at least
+BYTES_A_SECOND = 32 << 20  # of work
 SLOW_STEPS = 4  # with slow masks, after which another automaton is worth its memory
 
 
@@ -35,9 +43,13 @@ class Compiled:
     """A grammar, and its automata: one, or more where masks are slow and rows are many (`Grammars.spread`). Copies of a
     matcher have one automaton in common, which is slower to use at once than one after another."""
 
-    def __init__(self, grammar: Grammar, first: Future[LLMatcher]):
-        self.grammar, self.first = grammar, first
+    first: Future[LLMatcher]
+
+    def __init__(self, grammar: Grammar):
+        self.grammar = grammar
+        self.places: RegexPlaces | None = None  # known when the first one is ready
         self.more: list[LLMatcher] = []
+        self.worked: dict[int, float] = {}  # seconds, by id of an automaton
         self.coming: Future[LLMatcher] | None = None  # stays where it has failed: the next one would fail as well
         self.slow = 0  # how often its masks took too long since the last one came
         self._turns = count()
@@ -45,6 +57,15 @@ class Compiled:
     @property
     def automata(self) -> int:
         return 1 + len(self.more) + (self.coming is not None)
+
+    @property
+    def size(self) -> int:
+        """Bytes, estimated."""
+        return self.automata * SMALL_BYTES + int(sum(tuple(self.worked.values())) * BYTES_A_SECOND)
+
+    @property
+    def worn(self) -> bool:
+        return max(tuple(self.worked.values()), default=0.0) * BYTES_A_SECOND > WORN_BYTES
 
     def next(self) -> LLMatcher:
         """Each of them in turn; the first one must be ready."""
@@ -59,6 +80,7 @@ class GrammarState:
         self.grammar, self._deadline = grammar, time.monotonic() + COMPILE_SECONDS
         self._matcher: LLMatcher | None = None
         self._automaton: LLMatcher | None = None  # that its matcher is a copy of
+        self._place: Place | None = None  # for as long as it can be followed
         self._taken: list[int] = []
         self._forced: list[int] | None = None  # until the next id is taken
         self.offered: tuple[int, list[int]] = (-1, [])  # epoch, ids: as the device last reported them
@@ -86,9 +108,12 @@ class GrammarState:
 
     @property
     def matcher(self) -> LLMatcher:
-        if self._matcher is None:
-            self._automaton = self.grammar.next()
-            self._matcher = self._automaton.deep_copy()
+        return self._matcher or self._begin()
+
+    def _begin(self) -> LLMatcher:
+        self._automaton = self.grammar.next()
+        self._matcher = self._automaton.deep_copy()
+        self._place = self.grammar.places.start if self.grammar.places is not None else None
         return self._matcher
 
     @property
@@ -113,9 +138,26 @@ class GrammarState:
         for i, token in enumerate(ids):
             if self.matcher.try_consume_tokens([token]) != 1:
                 raise self._refusal(token)
+            self._place = self._after(self._place, token)
             if self.matcher.is_stopped():
                 return i + 1
         return None
+
+    def _after(self, place: Place | None, token: int) -> Place | None:
+        return self.grammar.places.after(place, token) if place is not None and self.grammar.places else None
+
+    def keys(self, drafts: Sequence[int]) -> list[Hashable]:
+        """Of the masks behind what was taken and behind each draft, as far as they are known."""
+        if self._matcher is None:
+            self._begin()
+        found: list[Hashable] = []
+        place = self._place
+        for draft in (*drafts, None):
+            if place is None or self.grammar.places is None:
+                break
+            found.append(self.grammar.places.key(place))
+            place = self._after(place, draft) if draft is not None else None
+        return found
 
     def forced(self) -> list[int]:
         """Ids of the text that must follow, as the tokenizer would cut it; the model may cut it otherwise."""
@@ -141,6 +183,8 @@ class Grammars:
     def __init__(self, tokens: Callable[[], LLTokenizer], vocab_size: int):
         self._tokens, self.vocab_size = tokens, vocab_size
         self._built: LLTokenizer | None = None
+        self._texts: TokenTexts | None = None
+        self._serials = count()
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
@@ -150,23 +194,38 @@ class Grammars:
         known = self._cache.get(grammar)
         if known is None or (known.first.done() and known.first.exception() is not None):
             definition(grammar)
-            self._cache[grammar] = known = Compiled(grammar, self._submit(grammar))
+            self._cache[grammar] = known = Compiled(grammar)
+            known.first = self._submit(self._begin, known)
         self._cache.move_to_end(grammar)
         self._let_go()
         return GrammarState(known)
 
     def _let_go(self) -> None:
-        """Grammars that were used least recently are forgotten until all automata together are few enough. Their turns
-        keep what they have."""
+        """Grammars that were used least recently are forgotten until all automata together are few and small enough.
+        Their turns keep what they have."""
         kept = sum(known.automata for known in self._cache.values())
-        while kept > CACHED and len(self._cache) > 1:
+        size = sum(known.size for known in self._cache.values())
+        while (kept > CACHED or size > CACHED_BYTES) and len(self._cache) > 1:
             _, known = self._cache.popitem(last=False)
             kept -= known.automata
+            size -= known.size
 
-    def _submit(self, grammar: Grammar) -> Future[LLMatcher]:
+    def _submit(self, work: Callable[[Compiled], LLMatcher], known: Compiled) -> Future[LLMatcher]:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
-        return self._pool.submit(self._compile, grammar)
+        return self._pool.submit(work, known)
+
+    def worked(self, state: GrammarState, seconds: float) -> None:
+        """So long masks were made on the state's automaton."""
+        known, automaton = state.grammar, id(state._automaton)
+        known.worked[automaton] = known.worked.get(automaton, 0.0) + seconds
+        if known.worn:
+            self.forget(state)
+
+    def forget(self, state: GrammarState) -> None:
+        """The state's grammar is compiled anew for the next turn that asks for it."""
+        if self._cache.get(state.grammar.grammar) is state.grammar:
+            del self._cache[state.grammar.grammar]
 
     def spread(self, states: Sequence[GrammarState], most: int) -> None:
         """The masks of these turns, which have one automaton, took too long together. Where that happens again and
@@ -179,13 +238,28 @@ class Grammars:
         grammar.slow += 1
         if grammar.coming is None:
             if grammar.slow >= SLOW_STEPS and len(grammar.more) + 1 < most:
-                grammar.coming = self._submit(grammar.grammar)
+                grammar.coming = self._submit(self._another, grammar)
                 self._let_go()
         elif grammar.coming.done() and grammar.coming.exception() is None:
             grammar.more.append(grammar.coming.result())
             grammar.coming, grammar.slow = None, 0
             for state in states[1::2]:
                 state.move(grammar.more[-1])
+
+    def _begin(self, known: Compiled) -> LLMatcher:
+        matcher = self._another(known)
+        with self._lock:
+            assert self._built is not None
+            self._texts = self._texts or texts_of(self._built)
+            serial = next(self._serials)
+        known.places = places_in(known.grammar, serial, self._texts)
+        return matcher
+
+    def _another(self, known: Compiled) -> LLMatcher:
+        before = time.thread_time()
+        matcher = self._compile(known.grammar)
+        known.worked[id(matcher)] = time.thread_time() - before
+        return matcher
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         with self._lock:

@@ -17,7 +17,7 @@ from stretto.host.audit import audit, check, repair
 from stretto.host.cost import StepClock
 from stretto.host.counters import Counters
 from stretto.host.faults import HostFault
-from stretto.host.grammar import Grammars, wait_for
+from stretto.host.grammar import Grammars, GrammarState, wait_for
 from stretto.host.intake import Intake
 from stretto.host.ledger import Ledger
 from stretto.host.limits import HostLimits
@@ -56,6 +56,7 @@ class HostHalf:
                  grammars: Grammars | None = None):
         self.limits, self._grammars = limits, grammars
         self._masks = MaskMaker(grammars.vocab_size if grammars is not None else 0)
+        self._masked: list[GrammarState] = []  # of the last mask
         self.counters = Counters()
         self._ops = Ops()
         self.ledger = Ledger(limits, self._ops)
@@ -151,24 +152,32 @@ class HostHalf:
     def mask(self, plan: StepPlan) -> LateMask:
         """What the rows of a plan with `late_mask` may sample. To be called when every earlier step is processed and
         no later one is planned: then each row's length and drafts are known here."""
-        asks = []
+        asks: list[MaskAsk] = []
+        self._masked = []
         for i, (slot, epoch, cap) in enumerate(plan.rows):
             turn = self.slots.owner(slot, epoch)  # None: it has ended since; its row samples for nobody
             if turn is not None and turn.grammar is not None and turn.lease is not None:
                 pending = len(turn.tokens) - turn.lease.lo
                 if cap >= pending:
                     asks.append(self._mask_ask(i, turn, self._drafts(turn, plan)[: cap - pending]))
+                    self._masked.append(turn.grammar)
         self.counters.masked_positions += sum(1 + len(ask.drafts) for ask in asks)
         mask, stuck = self._masks.make(plan.seq, len(plan.rows), asks)
+        self.counters.masks_reused = self._masks.reused
         for i in stuck:
             turn = self.slots.owner(*plan.rows[i][:2])
-            assert turn is not None and turn.grammar is not None
+            assert turn is not None and turn.grammar is not None and self._grammars is not None
+            self._grammars.forget(turn.grammar)
             self._unsent += self.results.fail(turn, str(turn.grammar.error() or "the grammar cannot go on"))
         return mask
 
     def spread(self, plan: StepPlan) -> None:
-        """Turns whose masks wait for each other get more automata. To be called when the plan's mask has gone out: the
-        device waits for that, and not for this."""
+        """Turns whose masks wait for each other get more automata; those that have worked for long get no new turns. To
+        be called when the plan's mask has gone out: the device waits for that, and not for this."""
+        work = self._masks.work
+        for state in self._masked:
+            if self._grammars is not None and state.automaton in work:
+                self._grammars.worked(state, work.pop(state.automaton))
         for rows in self._masks.slow:
             turns = [self.slots.owner(*plan.rows[row][:2]) for row in rows]
             states = [turn.grammar for turn in turns if turn is not None and turn.grammar is not None]
@@ -180,7 +189,7 @@ class HostHalf:
         assert turn.grammar is not None
         return MaskAsk(row, turn.grammar.matcher, drafts, max(0, least - len(turn.tokens)),
                        (*turn.job.stop_ids, *self.limits.eos_token_ids), turn.grammar.automaton,
-                       id(turn.grammar.grammar))
+                       id(turn.grammar.grammar), turn.grammar.keys(drafts), turn.grammar.grammar.places)
 
     @staticmethod
     def _drafts(turn: Turn, plan: StepPlan) -> list[int]:

@@ -27,6 +27,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, Tokeni
 from stretto.params import Grammar
 from stretto.text.grammar_cost import MAX_REMAINDERS, remainders, schemas_of
 from stretto.text.json_schema import children, in_other_words
+from stretto.text.regex_places import NoPlaces, RegexPlaces, TokenTexts
 
 MAX_SOURCE = 512 * 1024  # characters of one grammar
 MAX_CHOICES = 10_000
@@ -36,6 +37,7 @@ LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=200_000, ver
 # and the like, whose masks take half as long so.
 SLICES = ("[a-zA-Z0-9]{1,4}", "[a-zA-Z0-9]{1,10}", *LLTokenizer.general_slices())
 PROBED = 2  # tokens that a new grammar is led along: the first one may be forced, which needs no lexer
+NO_TEXT = b"\xff"  # no part of any UTF-8
 _TOO_COMPLEX = {"ParserTooComplex": "its parser", "LexerTooComplex": "its lexer"}
 _TEXTUAL = {"regex": "regex", "lark": "lark", "ebnf": "ebnf"}
 
@@ -80,6 +82,33 @@ def vocabulary(tokenizer: GrammarTokenizer, vocab_size: int, eos_ids: Sequence[i
         raise GrammarError("this model names no end-of-sequence id, with which an answer that follows a grammar ends")
     wrapped = TokenizerWrapper(_Source(tokenizer, vocab_size, eos_ids[0]))
     return LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(eos_ids), slices=list(SLICES))
+
+
+def texts_of(tokens: LLTokenizer) -> TokenTexts:
+    """Of a vocabulary that was indexed."""
+    return TokenTexts([NO_TEXT if tokens.is_special_token(i) else tokens.decode_bytes([i]) or NO_TEXT
+                       for i in range(tokens.vocab_size)])
+
+
+def places_in(grammar: Grammar, serial: int, texts: TokenTexts) -> RegexPlaces | None:
+    """The places of a grammar where they can be followed: of most regular expressions, and of nothing else. `serial`:
+    another one for each grammar."""
+    if grammar.kind != "regex" or grammar.around:
+        return None
+    matchers: dict[str, LLMatcher] = {}
+
+    def is_in(written: str, character: str) -> bool:
+        if written not in matchers:
+            one = grammar_from("regex", written)
+            matchers[written] = matcher = LLMatcher(_bytes(), one, log_level=0, limits=LIMITS)
+            if matcher.is_error():
+                raise ValueError(matcher.get_error())
+        encoded = list(character.encode())
+        return matchers[written].validate_tokens(encoded) == len(encoded)
+    try:
+        return RegexPlaces(grammar.source, serial, is_in, texts)
+    except NoPlaces:
+        return None
 
 
 def definition(grammar: Grammar) -> str:

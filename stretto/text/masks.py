@@ -15,7 +15,10 @@ One call for the first of each automaton, one for the second, and so on, lets no
 but all wait for the slowest each time: 64 rows on 16 cores took 1.0 to 1.5 times as long (`benchmarks.grammars_gpu` on
 the host of an H200: 6.6 to 7.1 ms instead of 4.6 for addresses, 6.4 to 6.9 instead of 6.7 for words).
 
-`slow` tells of whom there should be more (host/grammar.py). No torch in this module.
+`slow` tells of whom there should be more (host/grammar.py).
+
+Where a grammar tells the place of a row (text/regex_places.py), its mask is made once, whoever comes there again. No
+torch in this module.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
+from stretto.text.mask_cache import MaskCache
+from stretto.text.regex_places import RegexPlaces
 from stretto.wire import LateMask
 
 PATIENCE = 2e-3  # seconds after which masks are shared out; well below a step of a large model
@@ -46,6 +51,8 @@ class MaskAsk:
     stop_ids: Sequence[int] = ()
     automaton: Hashable = None  # rows with the same one cannot be made at once
     grammar: Hashable = None  # rows of the same one are held to take as long as each other
+    keys: Sequence[Hashable] = ()  # of the first positions' masks, as far as they are known: equal keys, equal masks
+    places: RegexPlaces | None = None  # that gave the keys
 
 
 class Memory(NamedTuple):
@@ -58,10 +65,14 @@ class Memory(NamedTuple):
 
 class MaskMaker:
     """Fills masks for one vocabulary. `slow`: rows of the last `make` that had to wait for each other, of each
-    automaton, where it took longer than PATIENCE and their grammar is known to be slow."""
+    automaton, where it took longer than PATIENCE and their grammar is known to be slow. `work`: seconds that it took,
+    by automaton; an upper bound where masks were shared out. `reused`: masks that had been made, since the start."""
 
     def __init__(self, vocab_size: int, threads: int | None = None):
         self._words = -(-vocab_size // 32)
+        self._cache = MaskCache()
+        self.reused = 0
+        self.work: dict[Hashable, float] = {}
         self.threads = threads or min(16, _cores())
         self._executors: dict[int, LLExecutor] = {}  # by threads; made when they are first needed
         self.slow: list[list[int]] = []
@@ -79,13 +90,38 @@ class MaskMaker:
             index[ask.row, :size] = np.arange(start, start + size)
         first = seq % max(len(asks), 1)  # each row is timed now and then
         rows = list(zip(asks, starts))
-        self._fill(rows[first:] + rows[:first], Memory(bits.ctypes.data, bits.itemsize * self._words, len(bits)))
-        free = np.any(bits, axis=1).tolist()
-        stuck = [ask.row for ask, start in zip(asks, starts) if ask.matcher.is_error() or not free[start]]
+        rows = [row for row in rows[first:] + rows[:first] if not self._remembered(*row, bits)]
+        apart, alike = _apart(rows)
+        self._fill(apart, Memory(bits.ctypes.data, bits.itemsize * self._words, len(bits)))
+        for ask, start in apart:
+            self._remember(ask, start, bits)
+        for (ask, start), (_, other) in alike:
+            self.reused += len(ask.keys)
+            bits[start : start + len(ask.keys)] = bits[other : other + len(ask.keys)]
+        stuck = sorted(ask.row for ask, start in rows if ask.matcher.is_error() or not bits[start].any())
         for ask, start, size in zip(asks, starts, sizes):
             if ask.withheld:
                 _withhold(bits[start : start + min(ask.withheld, size)], ask.stop_ids)
         return LateMask(seq, index, bits), stuck
+
+    def _remembered(self, ask: MaskAsk, start: int, bits: np.ndarray) -> bool:
+        """Fills the masks of a row from those that were made, as far as its drafts lead; False where one is missing."""
+        for i, key in enumerate(ask.keys):
+            mask = self._cache.get(key)
+            if mask is None:
+                return False
+            bits[start + i] = mask
+            if i == len(ask.drafts) or not mask[ask.drafts[i] >> 5] >> (ask.drafts[i] & 31) & 1:
+                self.reused += i + 1
+                if ask.places is not None:
+                    ask.places.reused(i + 1)
+                return True
+        return False
+
+    def _remember(self, ask: MaskAsk, start: int, bits: np.ndarray) -> None:
+        if ask.keys and not ask.matcher.is_error():
+            for i, key in enumerate(ask.keys):
+                self._cache.put(key, bits[start + i])
 
     def _room(self, n: int) -> np.ndarray:
         """[n, words], all bits set: memory that stays, since new memory costs as much as the masks."""
@@ -96,7 +132,7 @@ class MaskMaker:
         return bits
 
     def _fill(self, rows: Sequence[tuple[MaskAsk, int]], memory: Memory) -> None:
-        self.slow = []
+        self.slow, self.work = [], {}
         here = {ask.grammar for ask, _ in rows}
         self._seconds = {grammar: seconds for grammar, seconds in self._seconds.items() if grammar in here}
         done = 0 if self._at_once else self._one_by_one(rows, memory)
@@ -115,6 +151,7 @@ class MaskMaker:
             self._fill_row(ask, start, memory)
             before, last = last, time.perf_counter()
             seconds[ask.grammar] = last - before
+            self.work[ask.automaton] = self.work.get(ask.automaton, 0.0) + last - before
         self._seconds = seconds  # nothing takes long
         return len(rows)
 
@@ -131,6 +168,8 @@ class MaskMaker:
         else:
             self._fill_together([row for _, part in longest for row in part], memory, threads)
         took = time.perf_counter() - began
+        for automaton, part in longest:
+            self.work[automaton] = self.work.get(automaton, 0.0) + took * threads * len(part) / len(rest)
         if took * threads > PATIENCE and not self._at_once:
             self._at_once = SHARED
         if took > PATIENCE:  # a grammar that was never timed may be quick: its turn comes
@@ -158,6 +197,24 @@ class MaskMaker:
 
     def close(self) -> None:
         self._executors.clear()
+
+
+def _apart(rows: Sequence[tuple[MaskAsk, int]]) -> tuple[list[tuple[MaskAsk, int]],
+                                                         list[tuple[tuple[MaskAsk, int], tuple[MaskAsk, int]]]]:
+    """Those whose masks differ as far as is known, and each other one with the one that it is like."""
+    apart: list[tuple[MaskAsk, int]] = []
+    alike: list[tuple[tuple[MaskAsk, int], tuple[MaskAsk, int]]] = []
+    leaders: dict[tuple[Hashable, ...], tuple[MaskAsk, int]] = {}
+    for row in rows:
+        known = tuple(row[0].keys)
+        if len(known) <= len(row[0].drafts):
+            apart.append(row)
+        elif known in leaders:
+            alike.append((row, leaders[known]))
+        else:
+            leaders[known] = row
+            apart.append(row)
+    return apart, alike
 
 
 def _cores() -> int:
