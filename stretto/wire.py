@@ -359,12 +359,21 @@ class StepResult:
     rows: list[RowResult]
     seconds: float = 0.0  # that the step ran on the device; 0: not measured
     moved: list[Moved] = field(default_factory=list)  # since the last result
+    heads: np.ndarray | None = field(default=None, repr=False, compare=False)  # see `counts`: as they travelled
+
+    def counts(self) -> np.ndarray:
+        """[R, _ROW_INTS] int32, the first words of each packed row, for sums over rows: see ROW_SLOT and the others."""
+        if self.heads is not None:
+            return self.heads
+        return np.asarray([(row.slot, row.epoch, row.fed, row.verified, row.length, row.known, row.done, len(row.new),
+                            len(row.offered)) for row in self.rows], dtype=np.int32).reshape(-1, _ROW_INTS)
 
 
 # seq, rows, width of `new`, width of `offered`, alternatives (-1: no scores), prompt scores, numbers of each vector,
 # microseconds, plans of `moved`, words of faults
 RESULT_HEADER = 10
 _ROW_INTS = 9
+ROW_SLOT, ROW_FED, ROW_VERIFIED, ROW_FLAGS, ROW_NEW, ROW_OFFERED = 0, 2, 3, 6, 7, 8  # of them; flags & 1: done
 _MICROSECONDS, _MOVED, FAULT_WORDS = 7, 8, 9  # of the header
 NOTHING_LEFT = 1 << 29  # in `wants`: a logit processor of the row left nothing that can be sampled
 
@@ -448,9 +457,9 @@ def unpack_result(packed: np.ndarray) -> StepResult:
     faults, packed = packed[tail:], packed[:tail]
     layout = ResultLayout(*head[1:7])
     end = RESULT_HEADER + layout.rows * layout.row_words
-    table = packed[RESULT_HEADER:end].reshape(layout.rows, layout.row_words).tolist()
+    table = packed[RESULT_HEADER:end].reshape(layout.rows, layout.row_words)
     rows, wants = [], []
-    for words in table:
+    for words in table.tolist():
         slot, epoch, fed, verified, length, known, flags, n_new, n_offered = words[:_ROW_INTS]
         new = words[_ROW_INTS : _ROW_INTS + n_new]
         first_offer = _ROW_INTS + layout.width
@@ -468,7 +477,7 @@ def unpack_result(packed: np.ndarray) -> StepResult:
         vectors = np.ascontiguousarray(packed[scored:]).view(np.float32).reshape(layout.rows, layout.pooled)
         for result, vector in zip(rows, vectors):
             result.pooled = vector
-    return StepResult(head[0], rows, seconds, moved)
+    return StepResult(head[0], rows, seconds, moved, table[:, :_ROW_INTS])
 
 
 def _unpack_scores(words: np.ndarray, layout: ResultLayout, rows: list[RowResult], wants: list[int]) -> None:

@@ -69,6 +69,13 @@ class Acceptance:
     def note(self, slots: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
         """Rows of one step, all [R] and each slot once: `verified` drafts of a row were looked at, `accepted` were
         right."""
+        self._steps += 1
+        if verified.any():
+            self._count(slots, verified, accepted)
+        if self.width and self._steps % COMPARED_STEPS == 0:
+            self._compare(slots)
+
+    def _count(self, slots: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
         places = np.arange(self.width)
         tried = places < np.minimum(accepted + 1, verified)[:, None]  # behind the first wrong one nothing is learnt
         passed = tried & (places < accepted[:, None])
@@ -80,11 +87,7 @@ class Acceptance:
             keep = ALL_MEMORY ** int((verified[own] > 0).sum())  # at every place: what was not tried for long fades
             self._all_tried[kind] = keep * self._all_tried[kind] + tried[own].sum(0)
             self._all_passed[kind] = keep * self._all_passed[kind] + passed[own].sum(0)
-        self._steps += 1
-        if self.width:
-            self._squares[slots] += tried[:, 0]
-            if self._steps % COMPARED_STEPS == 0:
-                self._compare(slots)
+        self._squares[slots] += tried[:, 0]
 
     def _compare(self, slots: np.ndarray) -> None:
         """How different rows of a kind are: the variance of their rates at the first place, less what chance alone

@@ -35,7 +35,7 @@ import numpy as np
 from stretto.host.acceptance import Acceptance
 from stretto.host.cost import CostModel, StepWork
 from stretto.host.sizes import PREPARING, Sizes
-from stretto.wire import StepResult
+from stretto.wire import ROW_FED, ROW_FLAGS, ROW_NEW, ROW_OFFERED, ROW_SLOT, ROW_VERIFIED, StepResult
 
 RATED_STEPS = 4  # after which the best rate is looked for again
 STAY = 1.02  # a larger width must promise so much more before it replaces the present one
@@ -112,7 +112,7 @@ class _Flight:
 
     choice: Choice
     work: StepWork
-    allowed: dict[int, int]  # drafts that each row which decodes may verify, by slot
+    allowed: np.ndarray  # drafts that each row which decodes may verify, by slot; -1: it does not decode
 
 
 class Elastic:
@@ -128,7 +128,7 @@ class Elastic:
             raise ValueError(f"widths {list(widths)} must rise from 0 to the most drafts of a step")
         self.cost, self.widths, self.exact, self.goal = cost, tuple(widths), exact, goal
         self.on_host, self.adapts, self.confident = on_host, adapts, confident
-        self.acceptance = Acceptance(n_slots, widths[-1])
+        self.acceptance, self._n_slots = Acceptance(n_slots, widths[-1]), n_slots
         self.counters = ElasticCounters(chosen=[0] * (widths[-1] + 1))
         self._drafted = widths[-1] if on_host else 0  # width that the last plan proposes, which the next one may verify
         self.favourite = widths[-1]  # the width that pays best
@@ -360,32 +360,34 @@ class Elastic:
         leave out."""
         if not self.on_host:
             self._drafted = draft_width
-        allowed = {slot: min(cap - 1, choice.verifiable) for slot, cap in caps.items()}
+        slots, n = np.fromiter(caps, np.int64, len(caps)), np.fromiter(caps.values(), np.int64, len(caps)) - 1
+        allowed = np.full(self._n_slots, -1)
+        allowed[slots] = n = np.minimum(n, choice.verifiable)
         work = choice.work._replace(tokens=tokens, draft_width=draft_width)
         self._sizes.ran(work)
         self._flights[seq] = _Flight(choice, work, allowed)
         self.counters.steps += 1
-        self.counters.speculating_steps += any(allowed.values())
+        self.counters.speculating_steps += bool(n.any())
         self.counters.absent_drafts += absent
-        for n in allowed.values():
-            self.counters.chosen[n] += 1
+        for width, rows in enumerate(np.bincount(n).tolist()):
+            self.counters.chosen[width] += rows
 
     def ran(self, result: StepResult, seconds: float) -> None:
         """A step's result, and how long it took: from the end of the one before, or from its own launch."""
         flight = self._flights.pop(result.seq, None)
         if flight is None:
             return
-        allowed, work = flight.allowed, flight.work
-        table = np.asarray([(row.slot, allowed.get(row.slot, -1), row.fed, row.verified, len(row.new), row.done,
-                             len(row.offered)) for row in result.rows], dtype=np.int64).reshape(-1, 7)
-        rows = table[table[:, 1] >= 0]
-        slots, _, _, verified, new, _, _ = rows.T
+        work, table = flight.work, result.counts().astype(np.int64)
+        allowed = flight.allowed[table[:, ROW_SLOT]]
+        rows = table[allowed >= 0]
+        new = rows[:, ROW_NEW]
         emitted = int(new.sum())
         if len(rows):
-            self.acceptance.note(slots, verified, np.maximum(new - 1, 0))
-        self._note_offers(table, work.draft_width)
+            self.acceptance.note(rows[:, ROW_SLOT], rows[:, ROW_VERIFIED], np.maximum(new - 1, 0))
+        if work.draft_width or self.on_host:
+            self._note_offers(table, allowed, work.draft_width)
         if self.exact:
-            work = work._replace(tokens=int(table[:, 2].sum()))
+            work = work._replace(tokens=int(table[:, ROW_FED].sum()))
         counters = self.counters
         counters.timed_steps += 1
         counters.predicted_seconds += self.cost.observe(work, seconds)
@@ -395,14 +397,16 @@ class Elastic:
             counters.plain_seconds += plain
             counters.regret_seconds += max(0.0, seconds - plain)
 
-    def _note_offers(self, table: np.ndarray, width: int) -> None:
-        """What the drafter found: for the rows of this step at its end; on the host, for those that it verified. Of
-        each row: slot, drafts that it was allowed (-1: it does not decode), fed, verified, new, done, offered."""
-        slots, allowed, _, verified, new, done, offered = table.T
-        asked, found = (allowed, verified) if self.on_host else (np.full_like(slots, width), offered)
-        told = allowed >= 0 if self.on_host else (new > 0) & (done == 0)
-        if width or self.on_host:
-            self.acceptance.note_offers(slots[told], asked[told], found[told])
+    def _note_offers(self, table: np.ndarray, allowed: np.ndarray, width: int) -> None:
+        """What the drafter found: for the rows of this step at its end; on the host, for those that it verified.
+        `table`: of each row, see StepResult.counts; `allowed` drafts of each row (-1: it does not decode)."""
+        slots = table[:, ROW_SLOT]
+        if self.on_host:
+            asked, found, told = allowed, table[:, ROW_VERIFIED], allowed >= 0
+        else:
+            asked, found = np.full_like(slots, width), table[:, ROW_OFFERED]
+            told = (table[:, ROW_NEW] > 0) & (table[:, ROW_FLAGS] & 1 == 0)
+        self.acceptance.note_offers(slots[told], asked[told], found[told])
 
 
 def _ranked(gains: np.ndarray) -> np.ndarray:
