@@ -24,32 +24,49 @@ _SPACE = "\u2581"  # how SentencePiece writes a space
 _LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
            r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+_SEED = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+"
+         r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 _TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
            r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+_ENDING, _LARGE, _SMALL = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
+                           r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]")  # of a word
+_GPT4O = (rf"[^\r\n\p{{L}}\p{{N}}]?{_LARGE}*{_SMALL}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_LARGE}+{_SMALL}*{_ENDING}"
+          r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+")
 
 
 @dataclass(frozen=True)
 class _Pre:
-    """How a byte-level tokenizer cuts text: by `pattern`, or by GPT-2's own where it is None."""
+    """How a byte-level tokenizer cuts text: by one pattern after the other, or by GPT-2's own where there are none."""
 
-    pattern: str | None = None
-    digits: bool = False  # every digit alone, before anything else
+    patterns: tuple[str, ...] = ()
+    digits: bool = False  # every digit alone: before GPT-2's pattern, behind those of one's own
     nfc: bool = False
     ignore_merges: bool = False  # a piece that is a token is that token, whatever the merges say
     add_bos: bool = False  # where the file does not say
 
 
 _GPT2, _DIGITS = _Pre(), _Pre(digits=True)
-_LLAMA_BPE = _Pre(_LLAMA3, ignore_merges=True, add_bos=True)
+_LLAMA_BPE, _CL100K, _O200K = _Pre((_LLAMA3,), ignore_merges=True, add_bos=True), _Pre((_LLAMA3,)), _Pre((_GPT4O,))
 PRE_TOKENIZERS: dict[str, _Pre] = {
     "default": _GPT2, "gpt-2": _GPT2, "gpt2": _GPT2, "phi-2": _GPT2, "olmo": _GPT2, "mpt": _GPT2,
-    "smollm": _DIGITS, "starcoder": _DIGITS, "codeshell": _DIGITS, "refact": _DIGITS,
-    "llama-bpe": _LLAMA_BPE, "llama3": _LLAMA_BPE, "llama-v3": _LLAMA_BPE,
-    "qwen2": _Pre(_QWEN2, nfc=True), "tekken": _Pre(_TEKKEN, ignore_merges=True, add_bos=True),
+    "granite-docling": _GPT2, "trillion": _GPT2,
+    "smollm": _DIGITS, "starcoder": _DIGITS, "codeshell": _DIGITS, "refact": _DIGITS, "command-r": _DIGITS,
+    "exaone": _DIGITS, "minerva-7b": _DIGITS,
+    "llama-bpe": _LLAMA_BPE, "llama3": _LLAMA_BPE, "llama-v3": _LLAMA_BPE, "falcon3": _LLAMA_BPE, "pixtral": _LLAMA_BPE,
+    "dbrx": _CL100K, "smaug-bpe": _CL100K, "glm4": _CL100K, "chatglm-bpe": _CL100K, "gpt-4o": _O200K, "llama4": _O200K,
+    "qwen2": _Pre((_QWEN2,), nfc=True), "qwen35": _Pre((_QWEN35,), nfc=True), "megrez": _Pre((_QWEN2,)),
+    "deepseek-r1-qwen": _Pre((_QWEN2,)), "deepseek-coder": _Pre(_DEEPSEEK_CODER, digits=True),
+    "seed-coder": _Pre((_SEED,)), "tekken": _Pre((_TEKKEN,), ignore_merges=True, add_bos=True),
 }
 # Control tokens that end a turn, for files that name only the end of a document as eos.
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+_TURN_ENDS = ("<|eot_id|>", "<|eot|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+# Those of gpt-oss, where <|end|> ends a message and a turn goes on with the next one.
+_TURN_ENDS_OF_MESSAGES = ("<|return|>", "<|call|>")
+_TURN_ENDS_OF_ROLES = ("<|user|>", "<|observation|>")  # GLM-4: who speaks next
 
 
 class VocabularyError(ValueError):
@@ -63,10 +80,15 @@ def special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     control tokens that are one by their text."""
     get = metadata.get
     eos = [get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    if eos[1] is None:
-        tokens, kinds = get("tokenizer.ggml.tokens", []), get("tokenizer.ggml.token_type", [])
-        control = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == _CONTROL}
-        eos += [control[t] for t in _TURN_ENDS if t in control]
+    tokens, kinds = get("tokenizer.ggml.tokens", []), get("tokenizer.ggml.token_type", [])
+    control = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == _CONTROL}
+    ends: tuple[str, ...] = () if eos[1] is not None else _TURN_ENDS
+    if "<|return|>" in control:
+        ends = _TURN_ENDS_OF_MESSAGES
+        eos = [i for i in eos if i != control.get("<|end|>")]
+    elif eos[1] is not None and eos[1] == control.get("<|user|>"):
+        ends = _TURN_ENDS_OF_ROLES
+    eos += [control[token] for token in ends if token in control]
     return {"bos_token_id": get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": list(dict.fromkeys(i for i in eos if i is not None)),
             "pad_token_id": get("tokenizer.ggml.padding_token_id")}
@@ -91,7 +113,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
     name = metadata.get("tokenizer.ggml.pre")
-    if name is None:
+    if name in (None, "default"):
         log.warning("the GGUF file does not say how its tokenizer cuts text (tokenizer.ggml.pre); taking GPT-2's way")
     pre = PRE_TOKENIZERS.get(name or "default")
     if pre is None:
@@ -103,10 +125,10 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokeniz
     if missing:
         raise VocabularyError(f"{len(missing)} merges make no token of the vocabulary, the first is {missing[0]}")
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges))
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
-    if pre.pattern:
-        steps.append(pre_tokenizers.Split(Regex(pre.pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None))
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.patterns]
+    if pre.digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pre.patterns))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()

@@ -138,6 +138,18 @@ def test_rows_that_are_moved_stay_packed(family, config, kind, tmp_path, monkeyp
     assert (found - exact).norm() < 2 * (usual - exact).norm() < 0.2 * exact.norm()
 
 
+@pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q4_0], ids=lambda kind: kind.name)
+def test_experts_of_gpt_oss_as_their_kernel_reads_them(kind, tmp_path):
+    """Rows of gate and up in turn, as in the checkpoint that the kernel was made for."""
+    save(tmp_path, "GptOss", **MOE, **WIDE, head_dim=16, sliding_window=6)
+    source = GGUFSource(convert(tmp_path, tmp_path / "m.gguf", kind))
+    for name in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.1.mlp.experts.{name}"
+        rows = source.tensor(name).transpose(1, 2).flatten(0, 1)
+        assert source.layout(name).kind == ("fp4" if kind is Kind.MXFP4 else "int4")
+        torch.testing.assert_close(source.packed(name).dequantized(torch.float32), rows)
+
+
 def test_matrices_that_are_joined_may_differ_in_type(tmp_path):
     """Files of mixed types are the rule: here gate and up of Granite's experts, which become one tensor."""
     oracle = save(tmp_path, "GraniteMoeHybrid", **GRANITE | {"hidden_size": 64, "mamba_n_heads": 8})

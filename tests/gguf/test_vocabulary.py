@@ -23,6 +23,11 @@ TEKKEN = ("[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\
           "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*|\\p{N}|"
           " ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+")
 
+QWEN35 = QWEN2.replace("\\p{L}+", "[\\p{L}\\p{M}]+").replace("[^\\s\\p{L}\\p{N}]", "[^\\s\\p{L}\\p{M}\\p{N}]")
+ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K = TEKKEN.replace("\\p{M}]+|[^", f"\\p{{M}}]+{ENDING}|[^").replace(
+    "\\p{M}]*|\\p{N}|", f"\\p{{M}}]*{ENDING}|\\p{{N}}{{1,3}}|")
+
 
 def byte_level_steps(pattern: str | None = None, digits: bool = False):
     steps = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
@@ -31,9 +36,10 @@ def byte_level_steps(pattern: str | None = None, digits: bool = False):
     return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)])
 
 
-# As the tokenizer.json files of GPT-2, SmolLM2, Llama 3, Qwen2 and Mistral NeMo say it.
+# As the tokenizer.json files of GPT-2, SmolLM2, Llama 3, Qwen2, Mistral NeMo, Qwen3.5 and gpt-oss say it.
 CUTS = {"gpt-2": byte_level_steps(), "default": byte_level_steps(), "smollm": byte_level_steps(digits=True),
-        "llama-bpe": byte_level_steps(LLAMA3), "qwen2": byte_level_steps(QWEN2), "tekken": byte_level_steps(TEKKEN)}
+        "llama-bpe": byte_level_steps(LLAMA3), "qwen2": byte_level_steps(QWEN2), "tekken": byte_level_steps(TEKKEN),
+        "qwen35": byte_level_steps(QWEN35), "gpt-4o": byte_level_steps(O200K)}
 
 
 def reference(pre: str, size: int = 1500) -> Tokenizer:
@@ -41,7 +47,7 @@ def reference(pre: str, size: int = 1500) -> Tokenizer:
     tokenizer = byte_level(size)
     copy = Tokenizer.from_str(tokenizer.to_str())
     copy.pre_tokenizer = CUTS[pre]
-    if pre == "qwen2":
+    if pre.startswith("qwen"):
         copy.normalizer = normalizers.NFC()
     return copy
 
@@ -105,6 +111,20 @@ def test_ids_that_end_an_answer(keys, expected):
     """Token 4 is the control token <|im_end|>, which counts where the file names no end of turn."""
     metadata = vocabulary_metadata(byte_level(), "gpt-2") | {f"tokenizer.ggml.{k}_token_id": v for k, v in keys.items()}
     assert special_ids(metadata)["eos_token_id"] == expected
+
+
+@pytest.mark.parametrize(("tokens", "keys", "expected"), [
+    (("<|return|>", "<|end|>", "<|call|>"), {"eos": 0}, [0, 2]),
+    (("<|return|>", "<|end|>", "<|call|>"), {"eos": 0, "eot": 1}, [0, 2]),
+    (("<|endoftext|>", "<|user|>", "<|observation|>"), {"eos": 0, "eot": 1}, [0, 1, 2]),
+    (("<eos>", "<end_of_turn>", "<start_of_turn>"), {"eos": 0}, [0, 1]),
+    (("<|end_of_text|>", "<|eot|>", "<|end|>"), {"eos": 1, "eot": 1}, [1]),
+], ids=["gpt-oss", "gpt-oss-eot", "glm4", "gemma", "llama4"])
+def test_ids_that_end_an_answer_by_family(tokens, keys, expected):
+    """In gpt-oss <|end|> is the end of a message, behind which the same answer goes on."""
+    metadata = {"tokenizer.ggml.tokens": list(tokens), "tokenizer.ggml.token_type": [3] * len(tokens)}
+    assert special_ids(metadata | {f"tokenizer.ggml.{k}_token_id": v for k, v in keys.items()})[
+        "eos_token_id"] == expected
 
 
 @pytest.mark.parametrize(("changes", "message"), [
