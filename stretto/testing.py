@@ -26,6 +26,7 @@ import numpy as np
 
 from stretto.attn.api import AttentionBackend
 from stretto.attn.select import choose_backend
+from stretto.attn.torch_fixed import TorchFixed
 from stretto.attn.torch_ragged import TorchRagged
 from stretto.device.kv import KVCache, kv_dtype
 from stretto.device.runner import Runner
@@ -67,7 +68,7 @@ class Setup:
     host_tokens: int = 0  # that host memory holds of every KV group; whatever it has is copied back
     rejection: bool = False  # drafts are verified by rejection sampling
     kv_dtype: str | None = None  # as --kv-cache-dtype; None: the model's
-    attention: str | None = None  # "torch" or "triton"; None: the one of the model's device
+    attention: str | None = None  # "torch", "native" or "triton"; None: the one of the model's device
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,8 @@ def _backend(model: CausalModel, setup: Setup) -> AttentionBackend:
         from stretto.attn.triton_ragged import TritonRagged  # imports triton, which installations for CPU may lack
 
         return TritonRagged(model.device, model.dtype, fixed=fixed)
-    if setup.attention == "torch" and not fixed:
-        return TorchRagged()
+    if setup.attention == "torch":
+        return TorchFixed() if fixed else TorchRagged()
     return choose_backend(model.layers, setup.page_size, model.device, model.dtype, fixed=fixed)
 
 

@@ -6,6 +6,7 @@ A backend serves all rows of a step in one call, whatever their q: a prompt's ch
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -87,14 +88,15 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class ProjectedBackend(Protocol):
-    """A backend that may take a layer's heads as they were projected, on CUDA."""
+    """A backend that may take a layer's heads as they were projected."""
 
     def projected(self, layer: LayerSpec, qkv: torch.Tensor, rope: Rope, norm: HeadWeights | None,
                   k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, group: int,
-                  scales: KVScales | None, early: bool) -> torch.Tensor | None:
+                  meta: Callable[[], object], scales: KVScales | None, early: bool) -> torch.Tensor | None:
         """qkv [T, H + 2 Hkv, D]: norms and rotates q and k, writes keys and values into the step's cells, attends, in
-        one launch; `early`: another layer of this step did. Returns [T, H, D]; None, and nothing is done, where this
-        serves neither the layer nor the step."""
+        one launch. `meta` gives what `metadata` makes of step and group, for whoever needs it; `early`: another layer
+        of this step did. Returns [T, H, D]; None, and nothing is done, where this serves neither the layer nor the
+        step."""
         ...
 
 

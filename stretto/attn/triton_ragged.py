@@ -135,7 +135,7 @@ class TritonRagged:
 
     def projected(self, layer: LayerSpec, qkv: torch.Tensor, rope: Rope, norm: HeadWeights | None,
                   k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, group: int,
-                  scales: KVScales | None, early: bool) -> torch.Tensor | None:
+                  meta: Callable[[], object], scales: KVScales | None, early: bool) -> torch.Tensor | None:
         """`attn.api.ProjectedBackend`: short steps of few rows, where nothing asks for more than plain attention."""
         plain = not self.fixed and scales is None and k_cache.dtype == qkv.dtype and qkv.dtype.itemsize == 2
         sizes = short_launch(layer, step) if plain else None

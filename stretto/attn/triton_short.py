@@ -256,12 +256,12 @@ def short_launch(layer: LayerSpec, step: RaggedStep) -> ShortLaunch | None:
 def launch_short(sizes: ShortLaunch, layer: LayerSpec, qkv: torch.Tensor, rope: Rope, norm: HeadWeights | None,
                  k_cache: torch.Tensor, v_cache: torch.Tensor, step: RaggedStep, group: int, partials: torch.Tensor,
                  arrivals: torch.Tensor, early: bool, pdl: bool) -> torch.Tensor:
-    """qkv [T, H + 2 Hkv, D] as projected; rope as `ops.layer.Rope` on CUDA; partials float32, at least
+    """qkv [T, H + 2 Hkv, D] as projected; partials float32, at least
     sizes.partials * H * (D + 1); arrivals int32, rows * Hkv, zeros and zeros again afterwards. `early`: a launch of
     this step came long before. Returns [T, H, D]."""
     out = torch.empty(sizes.tokens, layer.n_heads, layer.head_dim, dtype=qkv.dtype, device=qkv.device)
     table, sums = step.page_tables[group], sizes.partials * layer.n_heads
-    angles, weights = rope[0], (rope[0], rope[0]) if norm is None else (norm.q, norm.k)
+    angles, weights = rope.table, (rope.table, rope.table) if norm is None else (norm.q, norm.k)
     short_kernel[(sizes.splits, layer.n_kv_heads, sizes.rows)](
         qkv, angles, *weights, k_cache, v_cache, table, step.slots, step.base, step.q_len, step.cu_q, out, partials,
         partials[sums * layer.head_dim :], arrivals, qkv.stride(0), k_cache.stride(0), k_cache.stride(1),

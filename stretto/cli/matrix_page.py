@@ -11,6 +11,7 @@ from pathlib import Path
 from string import ascii_uppercase
 
 from stretto.attn.api import AttnCaps, LayerSpec
+from stretto.attn.native_ragged import NativeRagged
 from stretto.attn.torch_ragged import TorchRagged
 from stretto.compat import (
     Component,
@@ -53,7 +54,7 @@ def matrix_page(matrix: Matrix) -> str:
     """The whole page, as Markdown."""
     from stretto.attn.triton_ragged import TritonRagged
 
-    backends = {"torch": TorchRagged.caps, "triton": TritonRagged.caps}
+    backends = {"native": NativeRagged.caps, "torch": TorchRagged.caps, "triton": TritonRagged.caps}
     return "\n".join([HEAD, *_features(matrix), "", *_refusals(matrix), "### Proofs\n", *_proofs(matrix), "", LEGEND,
                       "### Attention backends\n", *_attention(backends), "", "### Drafters\n", *_drafters(), ""])
 

@@ -25,7 +25,7 @@ from stretto.model.weights import Weights
 from stretto.ops.attend import StepAttention
 from stretto.ops.fixed import elementwise
 from stretto.ops.gates import GATES as ACTIVATIONS
-from stretto.ops.layer import HeadWeights, Rope, gate, rms_norm, rotate
+from stretto.ops.layer import HeadWeights, Rope, fused, gate, rms_norm, rotate
 from stretto.ops.packed import Packed
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Linear:
     def gated(self, x: torch.Tensor, act: str) -> torch.Tensor:
         """x [T, inputs] -> act(first half) * second half, [T, rows / 2]."""
         made = self(x)
-        if self._fixed and not made.is_cuda:
+        if self._fixed and not fused(made):
             first, second = made.chunk(2, dim=-1)
             return elementwise(ACTIVATIONS[act], first).mul_(second)
         return gate(made, act)
@@ -133,7 +133,7 @@ class OffsetNorm(RMSNorm):
         self.weight = 1 + self.weight.float()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda:  # the kernel computes in float32 whatever it reads
+        if fused(x):  # the kernel computes in float32 whatever it reads
             return super().__call__(x)
         return super().__call__(x.float()).to(x.dtype)
 
@@ -212,18 +212,15 @@ class Rotary:
         self.table = torch.cat((F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))), dim=-1).to(device)
 
     def at(self, positions: torch.Tensor) -> Rope:
-        """positions [T] -> what `rotate` needs: cos and signed sin, or table and positions (`ops.layer.Rope`)."""
-        if positions.is_cuda:
-            return self.table, positions
-        cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        """positions [T] int64."""
+        return Rope(self.table, positions.contiguous())
 
 
 def attend_heads(attend: Attend, layer: int, qkv: torch.Tensor, n_heads: int, rope: Rope,
                  head_norm: HeadNorm | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """qkv [T, H + 2 Hkv, D] as projected: norms and rotates q and k, then attends. Returns [T, H, D]. On CUDA norm,
-    rotation and the write of keys and values are one launch."""
-    if qkv.is_cuda and isinstance(attend, StepAttention):
+    """qkv [T, H + 2 Hkv, D] as projected: norms and rotates q and k, then attends. Returns [T, H, D]. Where there are
+    kernels, norm, rotation and the write of keys and values are one."""
+    if isinstance(attend, StepAttention) and attend.projects(layer, qkv):
         return attend.projected(layer, qkv, n_heads, rope, head_norm.each if head_norm is not None else None, sinks)
     rotated = (qkv.shape[1] + n_heads) // 2
     qk, v = qkv[:, :rotated], qkv[:, rotated:]

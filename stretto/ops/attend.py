@@ -10,6 +10,7 @@ import torch
 from stretto.attn.api import AttentionBackend, GroupSpec, LayerSpec, ProjectedBackend
 from stretto.ops.fp8 import KVScales
 from stretto.ops.layer import HeadWeights, Rope, rotate_and_write
+from stretto.ops.native import layer as native
 from stretto.ops.state_step import StepStates
 from stretto.ragged import RaggedStep
 
@@ -40,6 +41,7 @@ class StepAttention:
         """`states`: what layers with states get, of a model that has some."""
         self.step, self.layers, self.kv, self.backend, self.states = step, layers, kv, backend, states
         self.meta: dict[int, object] = {}
+        self._projected = backend.projected if isinstance(backend, ProjectedBackend) else None
         self.calls = 0
 
     @property
@@ -52,14 +54,19 @@ class StepAttention:
         self.kv.write(layer, self.step.cells[self.kv.group_of[layer]], k, v)
         return self._attend(layer, q, sinks)
 
+    def projects(self, layer: int, qkv: torch.Tensor) -> bool:
+        """Whether heads may be given as they were projected."""
+        return qkv.is_cuda or (native.takes(qkv) and self.kv.k[layer].dtype in native.CELLS)
+
     def projected(self, layer: int, qkv: torch.Tensor, n_heads: int, rope: Rope, norm: HeadWeights | None,
                   sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """On CUDA: qkv [T, H + 2 Hkv, D] as projected. Normed, rotated and written in one launch, then as a call; or
-        all of it in one launch, where the backend has one for such steps."""
+        """qkv [T, H + 2 Hkv, D] as projected, where `projects`. Normed, rotated and written in one launch, then as a
+        call; or all of it in one launch, where the backend has one for such steps."""
         group = self.kv.group_of[layer]
-        if sinks is None and isinstance(self.backend, ProjectedBackend):
-            attended = self.backend.projected(self.layers[layer], qkv, rope, norm, self.kv.k[layer], self.kv.v[layer],
-                                              self.step, group, self.kv.scales[layer], self.calls > 0)
+        if sinks is None and self._projected is not None:
+            attended = self._projected(self.layers[layer], qkv, rope, norm, self.kv.k[layer], self.kv.v[layer],
+                                       self.step, group, lambda: self._metadata(layer), self.kv.scales[layer],
+                                       self.calls > 0)
             if attended is not None:
                 self.calls += 1
                 return attended

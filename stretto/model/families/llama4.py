@@ -48,8 +48,7 @@ class Llama4(Decoder):
         rope = self.rotary.at(positions)
         if all(self.rotates):
             return [(rope, attend)] * len(self.decoder)
-        still: Rope = ((self._still, positions) if positions.is_cuda else
-                       (torch.ones_like(rope[0]), torch.zeros_like(rope[1])))
+        still = Rope(self._still, rope.positions)
         through = Widened(attend, self._widening[positions]) if self.config.value("attn_temperature_tuning") else attend
         return [(rope, attend) if rotates else (still, through) for rotates in self.rotates]
 

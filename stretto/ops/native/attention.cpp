@@ -1,0 +1,440 @@
+// Ragged paged attention: every row of a step in one call, whatever its queries, by lengths read from the step.
+//
+// A line is a query and one of the G heads that share a KV head. The cells of a row are cut into spans that stand at
+// fixed positions; in a span a line finds its largest score m, the sum l of exp(score - m) and the values weighted so;
+// spans are folded together in their order (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867).
+//
+//     cells of a row     | span 0: 0 .. 255 | span 1: 256 .. 511 | span 2 ... kv_len |        fold: 0, then 1, then 2
+//     work               (row, KV head, up to 48 lines), and each span by itself where that is too little for the threads
+//
+// So what a line becomes depends on its position and on the cells it sees: not on the lines, rows and chunks beside it,
+// on the pages, or on the threads. Scores are made for 32 cells at a time, of keys that are turned so that a lane is a
+// cell; weighted sums have features as lanes and go over the cells one after another.
+#include "heads.h"
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+using namespace stretto;
+
+namespace {
+
+constexpr int SPAN = 256;   // cells
+constexpr int BLOCK = 32;   // cells whose keys are turned at a time
+constexpr int LINES = 48;   // of a piece of work
+constexpr int WIDE = 4;     // lines that are computed together
+constexpr float NOTHING = -3.4e38f;
+
+}  // namespace
+
+// As in attention.py.
+struct Layer {
+    const void *k, *v;
+    const uint8_t *k_scales, *v_scales;  // of e4m3 cells: biased exponents, a byte a head
+    int64_t page_stride, cell_stride;  // elements; heads lie side by side
+    int64_t page_size;
+    int32_t heads, kv_heads, head_dim, window;  // window 0: none
+    float scale, softcap;                       // softcap 0: none
+    int32_t kind;                               // of cells: 0 float32, 1 bfloat16, 2 e4m3
+};
+
+struct Step {
+    const int32_t *q_len, *starts, *base;
+    const int64_t *slots;
+    const int32_t *table;  // [slots, width]
+    int64_t table_stride, width, rows, tokens;
+};
+
+namespace {
+
+// ----------------------------------------------------------------------------------------------------- cells of a row
+// Where cell p of a row lies in the cache, in elements; and in the scales, which are [cells, Hkv] without gaps.
+struct Places {
+    int64_t at[SPAN];
+    int64_t number[SPAN];
+
+    Places(const Layer &layer, const Step &step, int64_t row, int64_t first, int64_t end) {
+        const int32_t *pages = step.table + step.slots[row] * step.table_stride;
+        int64_t page = first / layer.page_size, offset = first % layer.page_size;
+        for (int64_t i = 0; i < end - first; ++i) {
+            const int64_t held = pages[std::min(page, step.width - 1)];
+            at[i] = held * layer.page_stride + offset * layer.cell_stride;
+            number[i] = held * layer.page_size + offset;
+            if (++offset == layer.page_size) offset = 0, ++page;
+        }
+    }
+};
+
+// Cells of one KV head as floats.
+template <class T>
+struct Cells {
+    const T *cache;
+
+    Cells(const Layer &layer, const void *cache, const uint8_t *, int64_t head)
+        : cache(static_cast<const T *>(cache) + head * layer.head_dim) {}
+    float scale(const Places &, int64_t) const { return 1; }
+    Floats read(const Places &places, int64_t cell, float, int64_t feature, int64_t count) const {
+        return load(cache + places.at[cell] + feature, count);
+    }
+};
+
+// Times a power of two for each cell.
+template <>
+struct Cells<e4m3> {
+    const e4m3 *cache;
+    const uint8_t *scales;
+    int64_t head, heads;
+
+    Cells(const Layer &layer, const void *cache, const uint8_t *scales, int64_t head)
+        : cache(static_cast<const e4m3 *>(cache) + head * layer.head_dim), scales(scales), head(head),
+          heads(layer.kv_heads) {}
+    float scale(const Places &places, int64_t cell) const {
+        return power_of_two(scales[places.number[cell] * heads + head]);
+    }
+    Floats read(const Places &places, int64_t cell, float scale, int64_t feature, int64_t count) const {
+        return load(cache + places.at[cell] + feature, count) * scale;
+    }
+};
+
+// ------------------------------------------------------------------------------------------------------------ scores
+// Turns 16 rows of 16 numbers: lane j of x[i] goes to lane i of x[j]. Four rounds, each of which changes one bit of
+// (row, lane) for the other.
+inline void turn(Floats x[LANES]) {
+    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int bit = 1; bit < LANES; bit *= 2) {
+        const Ints kept = lanes & bit;  // lanes whose own bit is set come of the other row
+        const Ints first = kept ? (lanes - bit) | 16 : lanes, second = kept ? lanes | 16 : lanes + bit;
+        for (int i = 0; i < LANES; ++i) {
+            if (i & bit) continue;
+            const Floats a = x[i], b = x[i | bit];
+            x[i] = __builtin_shuffle(a, b, first);
+            x[i | bit] = __builtin_shuffle(a, b, second);
+        }
+    }
+}
+
+// Keys of the cells [from, to) of a span, from a multiple of BLOCK on: turned [features][BLOCK].
+template <class T>
+void turn_keys(const Cells<T> &keys, const Places &places, int64_t skipped, int64_t from, int64_t to, int64_t features,
+               float *turned) {
+    for (int64_t half = 0; half < BLOCK; half += LANES)
+        for (int64_t feature = 0; feature < features; feature += LANES) {
+            Floats x[LANES];
+            for (int64_t i = 0; i < LANES; ++i) {
+                const int64_t cell = from + half + i;
+                x[i] = Floats{};
+                if (cell >= skipped && cell < to)
+                    x[i] = keys.read(places, cell - skipped, keys.scale(places, cell - skipped), feature,
+                                     features - feature);
+            }
+            turn(x);
+            for (int64_t i = 0; i < LANES && feature + i < features; ++i)
+                store(turned + (feature + i) * BLOCK + half, x[i]);
+        }
+}
+
+// scores [.][SPAN] of N lines for BLOCK cells; queries [.][features].
+template <int N>
+void score(const float *queries, int64_t features, const float *turned, float *scores) {
+    Floats a[N], b[N];
+    for (int i = 0; i < N; ++i) a[i] = b[i] = Floats{};
+    for (int64_t d = 0; d < features; ++d) {
+        const Floats first = load(turned + d * BLOCK), second = load(turned + d * BLOCK + LANES);
+        for (int i = 0; i < N; ++i) {
+            const Floats q = all(queries[i * features + d]);
+            a[i] = fma(q, first, a[i]);
+            b[i] = fma(q, second, b[i]);
+        }
+    }
+    for (int i = 0; i < N; ++i) {
+        store(scores + i * SPAN, a[i]);
+        store(scores + i * SPAN + LANES, b[i]);
+    }
+}
+
+// out [.][padded] of N lines: their weights [.][SPAN] times the values of the cells [from, to) of a span.
+// Of VECTORS times 16 features from one on; where that is not FULL, there are only `count`.
+template <int N, int VECTORS, bool FULL, class T>
+void weigh(const Cells<T> &values, const Places &places, int64_t skipped, int64_t from, int64_t to, int64_t feature,
+           int64_t count, const float *weights, float *out, int64_t padded) {
+    Floats made[N][VECTORS] = {};
+    for (int64_t cell = from; cell < to; ++cell) {
+        const float scale = values.scale(places, cell - skipped);
+        Floats v[VECTORS];
+        for (int j = 0; j < VECTORS; ++j)
+            v[j] = values.read(places, cell - skipped, scale, feature + j * LANES,
+                               FULL ? LANES : std::max<int64_t>(count - j * LANES, 0));
+        for (int i = 0; i < N; ++i) {
+            const Floats p = all(weights[i * SPAN + cell]);
+            for (int j = 0; j < VECTORS; ++j) made[i][j] = fma(p, v[j], made[i][j]);
+        }
+    }
+    for (int i = 0; i < N; ++i)
+        for (int j = 0; j < VECTORS; ++j) store(out + i * padded + feature + j * LANES, made[i][j]);
+}
+
+template <int N, class T>
+void weigh_all(const Cells<T> &values, const Places &places, int64_t skipped, int64_t from, int64_t to,
+               int64_t features, const float *weights, float *out, int64_t padded) {
+    int64_t at = 0;
+    for (; features - at >= 4 * LANES; at += 4 * LANES)
+        weigh<N, 4, true>(values, places, skipped, from, to, at, 4 * LANES, weights, out, padded);
+    if (features - at > 2 * LANES)
+        weigh<N, 4, false>(values, places, skipped, from, to, at, features - at, weights, out, padded);
+    else if (features > at)
+        weigh<N, 2, false>(values, places, skipped, from, to, at, features - at, weights, out, padded);
+}
+
+// -------------------------------------------------------------------------------------------------------- a span
+// What lines have found: in one span, or in all up to one.
+struct Found {
+    float *most, *total, *out;  // [LINES], [LINES], [LINES][padded]
+};
+
+struct Sizes {
+    int64_t features, padded;
+
+    explicit Sizes(const Layer &layer)
+        : features(layer.head_dim), padded((layer.head_dim + 4 * LANES - 1) / (4 * LANES) * (4 * LANES)) {}
+    size_t found() const { return LINES * (padded + 2); }
+    size_t work() const { return LINES * features + LINES * SPAN + features * BLOCK; }
+    Found at(float *memory) const { return {memory, memory + LINES, memory + 2 * LINES}; }
+};
+
+// Some lines of a row and KV head.
+struct Piece {
+    int64_t row, head, first, lines;  // first line of the row's q * G
+    int64_t base, from, end;          // position of the row's first query; cells that some line sees
+};
+
+// Never inlined, as `fold`: the same instructions wherever it is called from.
+template <class T>
+__attribute__((noinline)) void attend_span(const Layer &layer, const Step &step, const Piece &piece, int64_t span, const float *queries,
+                 float *scores, float *turned, const Found &found) {
+    const int64_t group = layer.heads / layer.kv_heads, features = layer.head_dim, origin = span * SPAN;
+    const int64_t padded = Sizes(layer).padded;
+    const int64_t from = std::max<int64_t>(piece.from - origin, 0), to = std::min<int64_t>(piece.end - origin, SPAN);
+    const Places places(layer, step, piece.row, origin + from, origin + to);
+    const Cells<T> keys(layer, layer.k, layer.k_scales, piece.head), values(layer, layer.v, layer.v_scales, piece.head);
+    for (int64_t block = from / BLOCK * BLOCK; block < to; block += BLOCK) {
+        turn_keys(keys, places, from, block, to, features, turned);
+        for (int64_t i = 0; i < piece.lines; i += WIDE) {
+            const float *q = queries + i * features;
+            float *s = scores + i * SPAN + block;
+            switch (std::min<int64_t>(piece.lines - i, WIDE)) {
+                case 1: score<1>(q, features, turned, s); break;
+                case 2: score<2>(q, features, turned, s); break;
+                case 3: score<3>(q, features, turned, s); break;
+                default: score<4>(q, features, turned, s);
+            }
+        }
+    }
+    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int64_t begin = from / LANES * LANES;
+    for (int64_t i = 0; i < piece.lines; ++i) {
+        const int64_t position = piece.base + (piece.first + i) / group;
+        const int32_t last = int32_t(std::min<int64_t>(position - origin, to - 1));
+        const int32_t oldest = layer.window ? int32_t(std::max<int64_t>(position - layer.window + 1 - origin, from))
+                                            : int32_t(from);
+        float *line = scores + i * SPAN;
+        Floats most = all(NOTHING);
+        for (int64_t c = begin; c < to; c += LANES) {
+            Floats s = load(line + c) * layer.scale;
+            if (layer.softcap != 0) s = layer.softcap * hyperbolic_tangent(s / layer.softcap);
+            const Ints cell = lanes + int32_t(c);
+            s = ((cell >= oldest) & (cell <= last)) ? s : all(NOTHING);
+            store(line + c, s);
+            most = larger(most, s);
+        }
+        const float m = largest(most);
+        Floats total{};
+        for (int64_t c = begin; c < to; c += LANES) {
+            const Ints cell = lanes + int32_t(c);
+            const Floats p = ((cell >= oldest) & (cell <= last)) ? exponential(load(line + c) - m) : Floats{};
+            store(line + c, p);
+            total += p;
+        }
+        found.most[i] = m;
+        found.total[i] = sum(total);
+    }
+    for (int64_t i = 0; i < piece.lines; i += WIDE) {
+        const float *p = scores + i * SPAN;
+        float *out = found.out + i * padded;
+        switch (std::min<int64_t>(piece.lines - i, WIDE)) {
+            case 1: weigh_all<1>(values, places, from, from, to, features, p, out, padded); break;
+            case 2: weigh_all<2>(values, places, from, from, to, features, p, out, padded); break;
+            case 3: weigh_all<3>(values, places, from, from, to, features, p, out, padded); break;
+            default: weigh_all<4>(values, places, from, from, to, features, p, out, padded);
+        }
+    }
+}
+
+// `sum` of all spans so far and that of one more. A line that sees nothing of it stays as it is.
+__attribute__((noinline)) void fold(int64_t lines, int64_t padded, const Found &sum, const Found &more) {
+    for (int64_t i = 0; i < lines; ++i) {
+        if (more.most[i] == NOTHING) continue;
+        const float most = std::max(sum.most[i], more.most[i]);
+        const Floats both = exponential(Floats{sum.most[i] - most, more.most[i] - most});
+        const float old = both[0], fresh = both[1];
+        sum.total[i] = sum.total[i] * old + more.total[i] * fresh;
+        for (int64_t d = 0; d < padded; d += LANES) {
+            const Floats a = load(sum.out + i * padded + d), b = load(more.out + i * padded + d);
+            store(sum.out + i * padded + d, fma(b, all(fresh), a * old));
+        }
+        sum.most[i] = most;
+    }
+}
+
+// A thread's own memory, which grows to what it is asked for.
+float *scratch(size_t floats) {
+    thread_local std::unique_ptr<float[]> held;
+    thread_local size_t size = 0;
+    if (size < floats) {
+        held.reset(new float[floats]);
+        size = floats;
+    }
+    return held.get();
+}
+
+template <class Q>
+void read_queries(const Layer &layer, const Step &step, const Piece &piece, const Q *q, int64_t q_stride,
+                  float *queries) {
+    const int64_t group = layer.heads / layer.kv_heads, features = layer.head_dim;
+    for (int64_t i = 0; i < piece.lines; ++i) {
+        const int64_t line = piece.first + i;
+        const Q *from = q + (step.starts[piece.row] + line / group) * q_stride +
+                        (piece.head * group + line % group) * features;
+        int64_t d = 0;
+        for (; d + LANES <= features; d += LANES) store(queries + i * features + d, load(from + d));
+        if (d < features) store(queries + i * features + d, load(from + d, features - d), features - d);
+    }
+}
+
+// out = sum / its total, the sinks in it: one logit a head that takes part and gives nothing.
+template <class Q>
+void write_out(const Layer &layer, const Step &step, const Piece &piece, const Found &sum, int64_t padded,
+               const float *sinks, Q *out) {
+    const int64_t group = layer.heads / layer.kv_heads, features = layer.head_dim;
+    for (int64_t i = 0; i < piece.lines; ++i) {
+        const int64_t line = piece.first + i, head = piece.head * group + line % group;
+        float factor = 1, total = sum.total[i];
+        if (sinks != nullptr) {
+            const float most = std::max(sum.most[i], sinks[head]);
+            const Floats both = exponential(Floats{sum.most[i] - most, sinks[head] - most});
+            factor = both[0];
+            total = total * factor + both[1];
+        }
+        const float scale = factor / total;
+        Q *to = out + ((step.starts[piece.row] + line / group) * layer.heads + head) * features;
+        for (int64_t d = 0; d < features; d += LANES)
+            store(to + d, load(sum.out + i * padded + d) * scale, features - d);
+    }
+}
+
+std::vector<Piece> pieces_of(const Layer &layer, const Step &step) {
+    const int64_t group = layer.heads / layer.kv_heads;
+    std::vector<Piece> pieces;
+    for (int64_t row = 0; row < step.rows; ++row)
+        for (int64_t head = 0; head < layer.kv_heads; ++head)
+            for (int64_t first = 0, all = step.q_len[row] * group; first < all; first += LINES) {
+                const int64_t lines = std::min<int64_t>(LINES, all - first), base = step.base[row];
+                const int64_t oldest = base + first / group, newest = base + (first + lines - 1) / group;
+                const int64_t from = layer.window ? std::max<int64_t>(oldest - layer.window + 1, 0) : 0;
+                pieces.push_back({row, head, first, lines, base, from, newest + 1});
+            }
+    return pieces;
+}
+
+template <class Q, class T>
+void attend_piece(const Layer &layer, const Step &step, const Piece &piece, const Q *q, int64_t q_stride,
+                  const float *sinks, Q *out) {
+    const Sizes sizes(layer);
+    float *memory = scratch(sizes.work() + 2 * sizes.found());
+    float *queries = memory, *scores = queries + LINES * sizes.features, *turned = scores + LINES * SPAN;
+    const Found sum = sizes.at(turned + sizes.features * BLOCK), more = sizes.at(sum.most + sizes.found());
+    read_queries(layer, step, piece, q, q_stride, queries);
+    const int64_t first = piece.from / SPAN, end = (piece.end + SPAN - 1) / SPAN;
+    attend_span<T>(layer, step, piece, first, queries, scores, turned, sum);
+    for (int64_t span = first + 1; span < end; ++span) {
+        attend_span<T>(layer, step, piece, span, queries, scores, turned, more);
+        fold(piece.lines, sizes.padded, sum, more);
+    }
+    write_out(layer, step, piece, sum, sizes.padded, sinks, out);
+}
+
+// Each span by itself, then the folds.
+template <class Q, class T>
+void attend_spans(const Layer &layer, const Step &step, const std::vector<Piece> &pieces, const Q *q, int64_t q_stride,
+                  const float *sinks, Q *out, int threads) {
+    const Sizes sizes(layer);
+    std::vector<std::pair<int64_t, int64_t>> spans;  // (piece, span)
+    std::vector<size_t> starts;
+    for (size_t i = 0; i < pieces.size(); ++i) {
+        starts.push_back(spans.size());
+        for (int64_t s = pieces[i].from / SPAN; s * SPAN < pieces[i].end; ++s) spans.emplace_back(i, s);
+    }
+    starts.push_back(spans.size());
+    std::unique_ptr<float[]> all(new float[spans.size() * sizes.found()]);
+    for_each(int64_t(spans.size()), threads, [&](int64_t i) {
+        const Piece &piece = pieces[spans[i].first];
+        float *queries = scratch(sizes.work() + 2 * sizes.found());
+        float *scores = queries + LINES * sizes.features;
+        read_queries(layer, step, piece, q, q_stride, queries);
+        attend_span<T>(layer, step, piece, spans[i].second, queries, scores, scores + LINES * SPAN,
+                       sizes.at(&all[i * sizes.found()]));
+    });
+    for (size_t i = 0; i < pieces.size(); ++i) {
+        const Found sum = sizes.at(&all[starts[i] * sizes.found()]);
+        for (size_t s = starts[i] + 1; s < starts[i + 1]; ++s)
+            fold(pieces[i].lines, sizes.padded, sum, sizes.at(&all[s * sizes.found()]));
+        write_out(layer, step, pieces[i], sum, sizes.padded, sinks, out);
+    }
+}
+
+template <class Q, class T>
+void attend(const Layer &layer, const Step &step, const Q *q, int64_t q_stride, const float *sinks, Q *out,
+            int threads) {
+    const std::vector<Piece> pieces = pieces_of(layer, step);
+    const int64_t width = layer.heads * layer.head_dim, used = step.starts[step.rows];
+    std::memset(out + used * width, 0, (step.tokens - used) * width * sizeof(Q));
+    if (threads > 1 && int64_t(pieces.size()) < 4 * threads) {
+        attend_spans<Q, T>(layer, step, pieces, q, q_stride, sinks, out, threads);
+        return;
+    }
+    for_each(int64_t(pieces.size()), threads,
+             [&](int64_t i) { attend_piece<Q, T>(layer, step, pieces[i], q, q_stride, sinks, out); });
+}
+
+template <class Q>
+void attend_cells(const Layer &layer, const Step &step, const void *q, int64_t q_stride, const float *sinks, void *out,
+                  int threads) {
+    const Q *from = static_cast<const Q *>(q);
+    Q *to = static_cast<Q *>(out);
+    if (layer.kind == 0)
+        attend<Q, float>(layer, step, from, q_stride, sinks, to, threads);
+    else if (layer.kind == 1)
+        attend<Q, bfloat16>(layer, step, from, q_stride, sinks, to, threads);
+    else
+        attend<Q, e4m3>(layer, step, from, q_stride, sinks, to, threads);
+}
+
+}  // namespace
+
+// q [T, H, D], whose tokens lie `q_stride` apart -> out [T, H, D] without gaps, zeros for tokens of no row; float32, or
+// with `half` bfloat16. sinks [H] or null.
+EXPORT void attend_rows(const Layer *layer, const Step *step, const void *q, int64_t q_stride, const float *sinks,
+                        void *out, int half, int threads) {
+    if (half)
+        attend_cells<bfloat16>(*layer, *step, q, q_stride, sinks, out, threads);
+    else
+        attend_cells<float>(*layer, *step, q, q_stride, sinks, out, threads);
+}
+
+// The same of heads as they were projected, x [T, H + 2 Hkv, D]: q is normed and rotated in place, keys and values are
+// written, then attended to.
+EXPORT void attend_projected(const Layer *layer, const Step *step, const Heads *heads, void *x, int64_t x_stride,
+                             const float *sinks, void *out, int half, int threads) {
+    rotate(*heads, step->tokens, x, x_stride, x, x_stride, half, threads);
+    attend_rows(layer, step, x, x_stride, sinks, out, half, threads);
+}

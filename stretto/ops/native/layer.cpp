@@ -1,0 +1,97 @@
+// What stands between the products of a layer, on rows that know nothing of each other: norm, gate, rotation.
+#include "heads.h"
+
+using namespace stretto;
+
+namespace {
+
+constexpr int64_t PART = 16384;  // numbers that are worth a thread
+
+// Calls work(row) for every row of so many numbers.
+template <class Work>
+void for_rows(int64_t rows, int64_t numbers, int threads, const Work &work) {
+    const int64_t together = numbers < PART ? PART / (numbers + 1) + 1 : 1;
+    for_each((rows + together - 1) / together, threads, [&](int64_t part) {
+        const int64_t end = (part + 1) * together < rows ? (part + 1) * together : rows;
+        for (int64_t row = part * together; row < end; ++row) work(row);
+    });
+}
+
+template <class T, class W>
+void norm_row(const T *x, int64_t size, const W *weight, float eps, T *out) {
+    Floats squares[4] = {};
+    int64_t i = 0;
+    for (int turn = 0; i < size; i += LANES, turn = (turn + 1) & 3) {
+        const Floats a = load(x + i, size - i);
+        squares[turn] = fma(a, a, squares[turn]);
+    }
+    const float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    const float scale = 1 / std::sqrt(total / float(size) + eps);
+    for (i = 0; i < size; i += LANES)
+        store(out + i, load(x + i, size - i) * scale * load(weight + i, size - i), size - i);
+}
+
+template <class T, class W>
+void norm_rows(const void *x, int64_t stride, int64_t rows, int64_t size, const void *weight, float eps, void *out,
+               int threads) {
+    for_rows(rows, size, threads, [&](int64_t row) {
+        norm_row(static_cast<const T *>(x) + row * stride, size, static_cast<const W *>(weight), eps,
+                 static_cast<T *>(out) + row * size);
+    });
+}
+
+enum Act { SILU, GELU_TANH, GELU, RELU };
+
+template <int ACT>
+Floats activate(Floats x) {
+    if constexpr (ACT == SILU) return x / (1.0f + exponential(-x));
+    if constexpr (ACT == GELU_TANH)
+        return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+    if constexpr (ACT == GELU) {
+        Floats y;
+        for (int i = 0; i < LANES; ++i) y[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.7071067811865476f));
+        return y;
+    }
+    return x > 0 ? x : Floats{};
+}
+
+template <class T, int ACT>
+void gate_rows(const void *x, int64_t stride, int64_t rows, int64_t size, void *out, int threads) {
+    for_rows(rows, size, threads, [&](int64_t row) {
+        const T *first = static_cast<const T *>(x) + row * stride, *second = first + size;
+        T *to = static_cast<T *>(out) + row * size;
+        for (int64_t i = 0; i < size; i += LANES)
+            store(to + i, activate<ACT>(load(first + i, size - i)) * load(second + i, size - i), size - i);
+    });
+}
+
+template <class T>
+void gate_by(const void *x, int64_t stride, int64_t rows, int64_t size, int act, void *out, int threads) {
+    if (act == SILU) return gate_rows<T, SILU>(x, stride, rows, size, out, threads);
+    if (act == GELU_TANH) return gate_rows<T, GELU_TANH>(x, stride, rows, size, out, threads);
+    if (act == GELU) return gate_rows<T, GELU>(x, stride, rows, size, out, threads);
+    gate_rows<T, RELU>(x, stride, rows, size, out, threads);
+}
+
+}  // namespace
+
+// x [rows, size], rows `stride` apart -> out without gaps; float32, or with `half` bfloat16; the weight likewise, or
+// with `wide` in float32.
+EXPORT void norm(const void *x, int64_t stride, int64_t rows, int64_t size, const void *weight, float eps, void *out,
+                 int half, int wide, int threads) {
+    if (!half) return norm_rows<float, float>(x, stride, rows, size, weight, eps, out, threads);
+    if (wide) return norm_rows<bfloat16, float>(x, stride, rows, size, weight, eps, out, threads);
+    norm_rows<bfloat16, bfloat16>(x, stride, rows, size, weight, eps, out, threads);
+}
+
+// x [rows, 2 size], rows `stride` apart -> act(first half) * second half, without gaps.
+EXPORT void gate(const void *x, int64_t stride, int64_t rows, int64_t size, int act, void *out, int half,
+                 int threads) {
+    if (half) return gate_by<bfloat16>(x, stride, rows, size, act, out, threads);
+    gate_by<float>(x, stride, rows, size, act, out, threads);
+}
+
+EXPORT void rotate_heads(const Heads *heads, int64_t tokens, const void *x, int64_t x_stride, void *out,
+                         int64_t out_stride, int half, int threads) {
+    rotate(*heads, tokens, x, x_stride, out, out_stride, half, threads);
+}
