@@ -24,7 +24,7 @@ from stretto.serve.embeddings import embeddings
 from stretto.serve.errors import bad_request
 from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.messages import messages
-from stretto.serve.middleware import AnswerCounts, ApiKeys, Origins, RequestIds
+from stretto.serve.middleware import AnswerCounts, ApiKeys, Heads, Origins, RequestIds
 from stretto.serve.native import native
 from stretto.serve.openapi import complete_openapi
 from stretto.serve.page import page
@@ -63,6 +63,7 @@ def build_app(engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSet
     app.add_middleware(Origins, allowed=settings.allowed_origins)
     app.add_middleware(AnswerCounts, metrics=service.metrics)
     app.add_middleware(RequestIds)  # outside of them: a refusal has its id as well
+    app.add_middleware(Heads)
     if settings.allowed_origins:  # outermost: a browser asks without a key what it may do
         app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"],
                            allow_headers=["*"], expose_headers=READABLE_HEADERS)

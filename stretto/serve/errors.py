@@ -142,11 +142,14 @@ def place(location: tuple[int | str, ...]) -> str:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first complaint of pydantic, which names the field and what was wrong with it."""
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    errors = error.errors(include_url=False, include_context=False)
     first = errors[0]
     param = place(first["loc"])
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     text = first["msg"].removeprefix("Value error, ")
+    given = first["input"]
+    if first["type"] not in ("missing", "value_error") and isinstance(given, (str, int, float)):
+        text += f"; it is {msgspec.json.encode(given[:64] if isinstance(given, str) else given).decode()}"
     message = f"{param}: {text}{more}" if param else f"{text}{more}"
     return bad_request(message, param or None, "missing_required_parameter" if first["type"] == "missing" else None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from stretto.serve.schemas import CountTokensRequest
 # chat's field -> this API's, for errors
 CHAT_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config",
               "thinking_token_budget": "thinking"}
+_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")  # at the beginning of a system prompt
 _OWN = frozenset(("messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking",
                   "output_config", "output_format", "service_tier", "container", "mcp_servers", "context_management",
                   "inference_geo", "betas"))
@@ -25,16 +27,19 @@ _REFUSED = {"max_completion_tokens": "use max_tokens", "stop": "use stop_sequenc
             "context_management": "nothing of a conversation is left out"}
 
 
-def to_chat(body: CountTokensRequest) -> dict[str, Any]:
+def to_chat(body: CountTokensRequest, system_anywhere: bool = True) -> dict[str, Any]:
     """Fields of a ChatRequest. What the Messages API does not know is handed on under its own name, so that the
-    extensions of chat (min_p, seed, speculation, ...) are those of this API too. Raises ApiError."""
+    extensions of chat (min_p, seed, speculation, ...) are those of this API too. `system_anywhere`: the chat template
+    takes system messages behind others; where it does not, the user says what they say, marked as Claude Code marks
+    what is not the user's own. Raises ApiError."""
     extra = body.model_extra or {}
     refuse(extra, _REFUSED)
     fields = {name: getattr(body, name) for name in type(body).model_fields if name not in _OWN}
     fields |= {name: value for name, value in extra.items() if name not in _OWN}
     messages = _system(body.system)
     for i, message in enumerate(body.messages):
-        messages += _message(message, f"messages[{i}]")
+        new = _message(message, f"messages[{i}]")
+        messages += new if system_anywhere or not messages else [_said_by_user(one) for one in new]
     fields |= {"messages": messages, "max_completion_tokens": getattr(body, "max_tokens", None), "n": 1,
                "stop": getattr(body, "stop_sequences", None), **_thinking(body.thinking), **_tools(body),
                "response_format": _format(body)}
@@ -46,9 +51,20 @@ def to_chat(body: CountTokensRequest) -> dict[str, Any]:
 
 
 def _system(system: Any) -> list[dict[str, Any]]:
+    """The system prompt, without the line by which Claude Code tells Anthropic whom to bill: it is no instruction, and
+    differs from call to call, so that no two prompts of a session would have a beginning in common."""
     if system is None:
         return []
-    return [{"role": "system", "content": _text(system, "system") if isinstance(system, list) else system}]
+    if isinstance(system, list):
+        system = _text([block for block in system if not _bills(block)], "system")
+    else:
+        system = system[found.end():] if (found := _BILLING.match(system)) else system
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _bills(block: Any) -> bool:
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and _BILLING.fullmatch(text) is not None
 
 
 def _text(blocks: list[dict[str, Any]], place: str) -> str:
@@ -90,6 +106,15 @@ def _message(message: dict[str, Any], place: str) -> list[dict[str, Any]]:
     if calls:
         return [{"role": role, "content": said, "tool_calls": calls}]
     return [*results, {"role": role, "content": said}] if texts or not results else results
+
+
+def _said_by_user(message: dict[str, Any]) -> dict[str, Any]:
+    """Another message than a system message stays as it is."""
+    if message["role"] != "system":
+        return message
+    content = message["content"]
+    text = "\n".join(part["text"] for part in content) if isinstance(content, list) else content
+    return {"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"}
 
 
 def _call(block: dict[str, Any], place: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def messages(service: Service) -> APIRouter:
         """The body as a chat request, and the names of the fields in it that are ignored."""
         service.check_open()
         body = await read_body(service, request, model)
-        chat = chat_body(to_chat(body), CHAT_NAMES)
+        chat = chat_body(to_chat(body, service.reader.system_anywhere), CHAT_NAMES)
         with in_words_of(CHAT_NAMES):
             return chat, check_generation(service, chat)
 

@@ -53,6 +53,17 @@ class RequestIds:
             request_id.reset(token)
 
 
+class Heads:
+    """HEAD is GET without the body, which the HTTP library leaves out: load balancers probe so."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self.app({**scope, "method": "GET"} if head else scope, receive, send)
+
+
 class Origins:
     """Web pages of other sites may not act here, unless they are allowed to.
 

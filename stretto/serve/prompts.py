@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from stretto.params import MAX_BAD_WORDS
@@ -98,6 +99,16 @@ class PromptReader:
         except ValueError as e:
             raise bad_request(f"the chat template refuses the conversation: {e}", "messages") from e
 
+    @cached_property
+    def system_anywhere(self) -> bool:
+        """The chat template takes a system message behind others."""
+        words = [{"role": role, "content": "x"} for role in ("user", "assistant", "system", "user")]
+        try:
+            self.tokenizer.apply_chat_template(words, None, add_generation_prompt=True)
+        except ValueError:
+            return False
+        return True
+
     def _tools(self, body: ChatBody) -> list[dict[str, Any]] | None:
         """What the prompt says of tools: nothing where none may be called."""
         if not body.tools or body.tool_choice == "none":
@@ -124,6 +135,9 @@ class PromptReader:
         if message.content is None and not (message.role == "assistant" and calls):
             raise bad_request(f"messages[{i}].content is missing; only an assistant's tool calls come without",
                               f"messages[{i}].content")
+        if message.role == "tool" and not isinstance(fields.get("tool_call_id"), str):
+            raise bad_request(f"messages[{i}].tool_call_id is missing; it is the id of the call whose result this is",
+                              f"messages[{i}].tool_call_id")
         if isinstance(message.content, list):
             fields["content"] = [_part(f"messages[{i}].content[{j}]", part) for j, part in enumerate(message.content)]
         else:

@@ -93,7 +93,7 @@ def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> dict[str,
         messages = [{"role": "system", "content": body.instructions}, *messages]
     fields |= {"messages": messages, "max_completion_tokens": body.max_output_tokens,
                "reasoning_effort": (body.reasoning or {}).get("effort"), "n": 1,
-               "tools": [_tool(tool, i) for i, tool in enumerate(body.tools or [])] or None,
+               "tools": _functions(body) or None,
                "tool_choice": _tool_choice(body.tool_choice), **_format(body)}
     if body.stream:
         fields["stream_options"] = {"include_usage": True}
@@ -129,6 +129,21 @@ def _format(body: ResponsesRequest) -> dict[str, Any]:
         schema = {name: value for name, value in wanted.items() if name != "type"}
         return fields | {"response_format": {"type": "json_schema", "json_schema": schema}}
     return fields | {"response_format": wanted}
+
+
+def _functions(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """The tools that the client calls itself. Agents name tools of OpenAI's servers beside theirs, always: those are
+    left out (see `left_out`), unless there is nothing else, or the answer must be one of them."""
+    tools = body.tools or []
+    missing = left_out(body)
+    if missing and (len(missing) == len(tools) or body.tool_choice not in (None, "auto", "none")):
+        _tool(tools[missing[0]], missing[0])
+    return [_tool(tool, i) for i, tool in enumerate(tools) if i not in missing]
+
+
+def left_out(body: ResponsesRequest) -> list[int]:
+    """Which of the tools are no functions, so that nobody here would run them."""
+    return [i for i, tool in enumerate(body.tools or []) if tool.get("type") != "function"]
 
 
 def _tool(tool: dict[str, Any], i: int) -> dict[str, Any]:

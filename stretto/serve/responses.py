@@ -21,7 +21,7 @@ from stretto.serve.bodies import described, read_body
 from stretto.serve.calls import answer, check_generation, prepare_chat
 from stretto.serve.errors import ApiError, JSONResponse, bad_request, did_you_mean, from_exception
 from stretto.serve.response_events import ResponseBuilder, failure_event
-from stretto.serve.response_input import CHAT_NAMES, conversation, to_chat
+from stretto.serve.response_input import CHAT_NAMES, conversation, left_out, to_chat
 from stretto.serve.response_store import ResponseStore, Stored
 from stretto.serve.schemas import ChatRequest, ResponsesRequest
 from stretto.serve.service import Generation, Service
@@ -41,7 +41,7 @@ def responses(service: Service) -> APIRouter:
         call = _Call(service, store, body, _previous(store, body.previous_response_id))
 
         async def prepare() -> Generation:
-            ignored = check_generation(service, call.chat)
+            ignored = check_generation(service, call.chat) + _left_out(service, body)
             return await prepare_chat(service, request, call.chat, ignored, arrival)
 
         return await answer(service, request, prepare, call.whole, call.events, CHAT_NAMES, failure_event)
@@ -72,6 +72,15 @@ def responses(service: Service) -> APIRouter:
         raise bad_request(f"the response {id!r} is complete; there is nothing to cancel", "id")
 
     return router
+
+
+def _left_out(service: Service, body: ResponsesRequest) -> list[str]:
+    """The tools that nobody here runs, as they are named in X-Stretto-Ignored. Raises ApiError if strict."""
+    names = [f"tools[{i}]" for i in left_out(body)]
+    if names and service.settings.strict_requests:
+        raise bad_request(f"{names[0]} is no function; the server has no tools of its own", names[0],
+                          "unsupported_parameter")
+    return names
 
 
 def _find(store: ResponseStore, id: str) -> Stored:

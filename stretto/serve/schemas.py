@@ -226,10 +226,10 @@ class GenerationBody(Body):
     logit_processors: list[LogitProcessorUse] | None = None
     custom_logit_processor: Annotated[str | None, Field(description="code, where the server allows it")] = None
     custom_params: Annotated[dict[str, Any] | None, Field(description="what that code is told")] = None
-    user: Any = None  # these four identify and describe; they ask for nothing
-    metadata: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    user: str | None = None  # these four identify and describe; they ask for nothing
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
 
 class ContentPart(BaseModel):
@@ -297,7 +297,7 @@ class EmbeddingBody(Body):
     priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     request_id: str | None = None
     timeout: Seconds | None = None
-    user: Any = None
+    user: str | None = None
 
 
 Texts = Annotated[str | list[str], Field(min_length=1)]

@@ -128,12 +128,24 @@ def _good(hint: Any) -> bool:
 
 
 def _claude(metadata: Any) -> str | None:
+    """Claude Code's session: the end of metadata.user_id, or a part of the JSON text that newer ones write there."""
     user = metadata.get("user_id") if isinstance(metadata, Mapping) else None
-    found = _CLAUDE.search(user) if isinstance(user, str) else None
-    return found[1] if found else None
+    if not isinstance(user, str):
+        return None
+    if found := _CLAUDE.search(user):
+        return found[1]
+    if not user.startswith("{") or len(user) > 1024:
+        return None
+    try:
+        told = msgspec.json.decode(user)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return told.get("session_id") if isinstance(told, dict) else None
 
 
 def check_session_id(sid: str, param: str) -> None:
+    if sid in (".", ".."):
+        raise bad_request(f"{param} is {sid!r}, which no path can name; take another id", param)
     if not _good(sid):
         raise bad_request(f"{param} must have 1 to {MAX_ID_LENGTH} printable ASCII characters", param)
 

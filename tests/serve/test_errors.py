@@ -16,7 +16,7 @@ from stretto.serve.bodies import LARGE, MAX_NESTING
 from stretto.serve.prompts import RESERVED
 from stretto.text.chat_template import ChatTemplateError, NoChatTemplate
 from stretto.text.tokenizer import Tokenizer
-from tests.serve.conftest import Api, make_api
+from tests.serve.conftest import Api, make_api, make_served
 from tests.serve.fakes import VOCAB, ByteTokenizer, CoreOptions
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -53,6 +53,25 @@ async def test_compressed_bodies_are_refused_by_their_encoding(api: Api, encodin
         assert answer.headers["accept-encoding"] == "identity"
     plain = await api.http.post(TEXT, json={"prompt": "say:hi"}, headers={"Content-Encoding": "Identity"})
     assert plain.json()["choices"][0]["text"] == "hi"
+
+
+@pytest.mark.parametrize("path, body, param, words", [
+    (TEXT, {"prompt": "x", "max_tokens": "4"}, "max_tokens", 'it is "4"'),
+    (TEXT, {"prompt": "x", "user": 5}, "user", "it is 5"),
+    (CHAT, {"messages": HELLO, "metadata": "m"}, "metadata", '"m"'),
+    (TEXT, {"prompt": "x", "stream": "x" * 5000}, "stream", f'it is "{"x" * 64}"'),
+    (CHAT, {"messages": [*HELLO, {"role": "tool", "content": "5"}]}, "messages[1].tool_call_id", "whose result"),
+    (CHAT, {"messages": [{"role": "me", "content": "5"}]}, "messages[0].role", 'it is "me"')], ids=str)
+async def test_values_of_another_type_are_shown(api: Api, path: str, body: dict, param: str, words: str):
+    assert words in check_shape(await api.http.post(path, json=body), 400, param)
+
+
+async def test_head_is_get_without_a_body():
+    async with make_served(api_keys=("secret",)) as served:
+        for path in ("/health", "/", "/metrics", "/v1/models", "/none"):
+            got, head = [await served.http.request(method, path) for method in ("GET", "HEAD")]
+            assert (head.status_code, head.content) == (got.status_code, b""), path
+            assert head.headers["content-type"] == got.headers["content-type"]
 
 
 @pytest.mark.parametrize("seed", [2**64, 2**70, 1e30])

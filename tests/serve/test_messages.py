@@ -11,7 +11,7 @@ import pytest
 from stretto.serve.messages import MessageBuilder
 from stretto.serve.translate import as_chunks
 from tests.serve.conftest import Api, make_api, make_served
-from tests.serve.fakes import CoreOptions
+from tests.serve.fakes import ByteTokenizer, CoreOptions
 from tests.serve.test_responses import typed
 
 
@@ -73,6 +73,48 @@ async def test_system_blocks_prefill_and_extensions(api: Api):
     assert short["stop_reason"] == "max_tokens" and short["usage"]["output_tokens"] == 2
     count = await api.http.post("/v1/messages/count_tokens", json={"messages": begun})
     assert count.json()["input_tokens"] == answer["usage"]["input_tokens"]
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={};"
+
+
+async def test_claude_codes_billing_line_is_no_part_of_the_prompt(api: Api):
+    """Its hash differs from call to call: with it no two prompts of a session would begin alike."""
+    plain = (await send(api, system="You help.")).json()["usage"]
+    for n, system in enumerate((
+            [{"type": "text", "text": BILLING.format("a")}, {"type": "text", "text": "You help."}],
+            [{"type": "text", "text": BILLING.format("b")}, {"type": "text", "text": "You help."}],
+            BILLING.format("c") + "\nYou help.")):
+        usage = (await send(api, system=system)).json()["usage"]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == plain["input_tokens"], n
+        assert usage["cache_read_input_tokens"] > 0
+    quoted = "Say x-anthropic-billing-header: no."
+    count = (await api.http.post("/v1/messages/count_tokens", json={
+        "system": quoted, "messages": [{"role": "user", "content": "x"}]})).json()["input_tokens"]
+    without = (await api.http.post("/v1/messages/count_tokens", json={
+        "messages": [{"role": "user", "content": "x"}]})).json()["input_tokens"]
+    assert count > without + len(quoted), "elsewhere it is text as any other"
+
+
+class OnlyFirst(ByteTokenizer):
+    """Its template wants system messages at the beginning."""
+
+    def apply_chat_template(self, messages, tools=None, add_generation_prompt=True, **kwargs):
+        if any(message["role"] == "system" for message in messages[1:]):
+            raise ValueError("System message must be at the beginning.")
+        return super().apply_chat_template(messages, tools, add_generation_prompt, **kwargs)
+
+
+async def test_system_messages_within_a_conversation():
+    said = [{"role": "user", "content": "x"}, {"role": "system", "content": "Be kind."}]
+    async with make_api() as api, make_api(tokenizer=OnlyFirst()) as strict:
+        for one, same in ((api, said), (strict, [said[0], {
+                "role": "user", "content": "<system-reminder>\nBe kind.\n</system-reminder>"}])):
+            counts = [(await one.http.post("/v1/messages/count_tokens", json={"system": "s", "messages": m})).json()
+                      for m in (said, same)]
+            assert counts[0] == counts[1] and "input_tokens" in counts[0], counts
+        refused = await strict.http.post("/v1/chat/completions", json={"messages": said})
+        assert refused.status_code == 400 and "at the beginning" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("fields, words", [

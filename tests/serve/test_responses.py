@@ -14,7 +14,7 @@ from stretto.serve.response_store import ResponseStore, Stored
 from stretto.serve.schemas import ResponsesRequest
 from stretto.serve.translate import as_chunks
 from tests.serve.conftest import Api, make_api, make_served
-from tests.serve.fakes import CoreOptions
+from tests.serve.fakes import CallingTokenizer, CoreOptions
 
 
 async def respond(api: Api, input: Any = "say:hello", **fields: Any) -> httpx.Response:
@@ -192,3 +192,19 @@ def test_the_store_is_bounded_in_number_and_size():
     assert store.ids() == ["f"]
     store.put("g", one(2000))  # larger than the whole store
     assert store.ids() == []
+
+
+FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+
+
+async def test_tools_of_openais_servers_beside_ones_own_are_left_out_by_name():
+    """Codex and others always send them."""
+    mixed = [{"type": "web_search"}, FUNCTION, {"type": "namespace", "name": "mcp", "tools": []}]
+    tokenizer = CallingTokenizer()
+    async with make_api(tokenizer=tokenizer) as api, make_api(tokenizer=tokenizer, strict_requests=True) as strict:
+        answer = await respond(api, "say:x", tools=mixed, client_metadata={"a": "b"})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-stretto-ignored"] == "client_metadata,tools[0],tools[2]"
+        for one, fields in ((api, {"tool_choice": "required"}), (api, {"tools": mixed[:1]}), (strict, {})):
+            refused = await respond(one, "say:x", **{"tools": mixed, **fields})
+            assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("tools[0]"), refused.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import shutil
 import subprocess
@@ -458,6 +459,19 @@ async def test_bodies_of_agents_name_sessions(talk: Talker):
     assert ids(await talk.api.complete(SECOND, prompt_cache_key="key", max_tokens=2, **GREEDY))
     found = (await talk.api.http.get("/v1/sessions")).json()["data"]
     assert [one["id"] for one in found] == ["key", user.rpartition("_session_")[2]]
+    newer = {"device_id": "d", "account_uuid": "", "session_id": "1d1b4a5c-1111-2222-3333-444455556666"}
+    for text in (json.dumps(newer), "{", "{" + "[" * 900, '{"session_id": 5}'):
+        assert ids(await talk.api.complete(THIRD, metadata={"user_id": text}, max_tokens=2, **GREEDY))
+    found = (await talk.api.http.get("/v1/sessions")).json()["data"]
+    assert found[0]["id"] == newer["session_id"] and len(found) == 3
+
+
+@pytest.mark.parametrize("sid", [".", "..", "", "ä", "x" * 257])
+async def test_ids_that_no_path_can_name_are_refused(talk: Talker, sid: str):
+    for path, body in (("/v1/sessions", {}), ("/open_session", {}), ("/v1/completions", {"prompt": "x"})):
+        if sid or path != "/open_session":  # there an empty one asks for one
+            answer = await talk.api.http.post(path, json=body | {"session_id": sid})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "session_id", answer.text
 
 
 async def test_the_last_call_closes(talk: Talker):
