@@ -26,7 +26,7 @@ from stretto.model.gguf_config import gguf_config
 from stretto.model.load import check_native, kept_bytes, open_weights
 from stretto.model.registry import find_builder
 from stretto.model.source import SafetensorsSource, WeightSource
-from stretto.ops.native import library
+from stretto.ops.native import library, packed
 from stretto.text.gguf_names import name_of
 from stretto.wire import STATE
 
@@ -117,7 +117,7 @@ def _native_facts(path: Path, config: ModelConfig, source: WeightSource,
     model = check_native(config, source)
     kept = {device: found for device in ("cpu", "cuda")
             if (found := kept_bytes(config, source, torch.bfloat16, device)) is not None}
-    exact = kept_bytes(config, source, torch.float32, "cpu") if library.library("packed") is not None else None
+    exact = kept_bytes(config, source, torch.float32, "cpu") if packed.available() else None
     states = [] if model is None else states_of(model)
     layers = [LayerSpec(config.n_heads, config.n_kv_heads, config.head_dim, 1.0, window) for window in config.windows
               if window != STATE]

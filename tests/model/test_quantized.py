@@ -195,8 +195,7 @@ if library("packed") is None:
 
 def without_native(monkeypatch) -> None:
     """As where there is no compiler."""
-    monkeypatch.setattr("stretto.ops.native.packed.library", lambda name: None)
-    monkeypatch.setattr("stretto.facts.library.library", lambda name: None)
+    monkeypatch.setattr("stretto.ops.native.packed.available", lambda: False)
 
 
 def matrices(model) -> set[str]:

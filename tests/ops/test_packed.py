@@ -246,7 +246,7 @@ def test_what_a_native_matrix_keeps(layout):
 
 
 def test_without_a_compiler_torch_multiplies(monkeypatch):
-    monkeypatch.setattr("stretto.ops.native.packed.library", lambda name: None)
+    monkeypatch.setattr("stretto.ops.native.packed.available", lambda: False)
     assert not stays_packed(Layout("int4", 32), 32, 128, torch.float32, "cpu", True)
     assert not is_native(Layout("int4", 32), 32, 128, torch.bfloat16)
 
@@ -254,7 +254,7 @@ def test_without_a_compiler_torch_multiplies(monkeypatch):
 @pytest.mark.parametrize("layout", INTEGERS, ids=name)
 def test_on_a_cpu_a_row_does_not_know_the_others(layout, monkeypatch):
     """By torch's kernels."""
-    monkeypatch.setattr("stretto.ops.native.packed.library", lambda name: None)
+    monkeypatch.setattr("stretto.ops.native.packed.available", lambda: False)
     if not stays_packed(layout, 48, 384, torch.bfloat16, "cpu", True):
         pytest.skip(f"{name(layout)} is dequantised on this CPU")
     weight, x = made(layout, 48, 384, torch.bfloat16, CPU), randn(37, 384).bfloat16()
@@ -317,7 +317,7 @@ def held(value: object) -> dict[int, int]:
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.kind != "fp4"], ids=name)
 def test_what_a_matrix_keeps_is_what_the_plan_counts(layout, monkeypatch):
     """Nothing of the weight stays beside the form that is multiplied."""
-    monkeypatch.setattr("stretto.ops.native.packed.library", lambda name: None)
+    monkeypatch.setattr("stretto.ops.native.packed.available", lambda: False)
     weight = made(layout, 48, 384, torch.bfloat16)
     assert sum(held(PackedCudaMatrix(weight)).values()) == matrix_bytes(weight, "cuda")[0]
     assert matrix_bytes(weight, "cuda")[1] == 48 * 384 * 2
@@ -340,7 +340,7 @@ def test_matrices_below_each_other():
     (Layout("int8", 96), (32, 96), "cuda", False, False), (Layout("int4", 128), (32, 192), "cuda", False, False),
 ])
 def test_what_stays_packed(layout, sizes, device, fixed, packed, monkeypatch):
-    monkeypatch.setattr("stretto.ops.native.packed.library", lambda name: None)
+    monkeypatch.setattr("stretto.ops.native.packed.available", lambda: False)
     assert stays_packed(layout, *sizes, torch.bfloat16, device, fixed) == packed
     assert not stays_packed(layout, *sizes, torch.float32, device, fixed)
 

@@ -26,11 +26,16 @@ class _Matrix(ctypes.Structure):
                 ("halves", ctypes.c_int32)]
 
 
+def available() -> bool:
+    """Whether this machine has them."""
+    return library(NAME) is not None
+
+
 def takes(layout: Layout, outputs: int, inputs: int) -> bool:
     """Whether there are kernels for such a matrix."""
     if layout.kind not in ("int4", "int8") or outputs % OUTPUTS or inputs % layout.group or layout.group % GROUP:
         return False
-    return (layout.bits == 8 or inputs % BLOCK == 0) and library(NAME) is not None
+    return (layout.bits == 8 or inputs % BLOCK == 0) and available()
 
 
 def arranged_bytes(layout: Layout, outputs: int, inputs: int) -> int:
