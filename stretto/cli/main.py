@@ -16,13 +16,10 @@ from rich.console import Console, RenderableType
 
 from stretto.cli.failures import EXIT_PIPE, told
 from stretto.cli.screen import error_screen
-from stretto.cli.sources import Settings, gather, read_units
+from stretto.cli.sources import REPEATED, Settings, gather, read_units
 
 EPILOGUE = ("Every setting can also come from a variable (STRETTO_MAX_MODEL_LEN) or from the file named by --config or"
             " STRETTO_CONFIG (max-model-len: 8K). The command line wins over variables, variables over the file.")
-
-REPEATED = frozenset({"--served-model-name", "--lora-modules", "--api-key", "--allowed-origins"})
-
 
 def build_app() -> App:
     """The commands, without any source of settings but the command line."""

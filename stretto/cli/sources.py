@@ -24,6 +24,7 @@ OTHER_VARIABLES = frozenset({"STRETTO_CACHE", "STRETTO_CONFIG"})  # read elsewhe
 _SERVICE_LINK = re.compile(r"STRETTO_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP))")
 CLIENT_COMMANDS = frozenset({("chat",), ("ps",), ("eval",), ("completion",), ("plan",), ("bench", "serve"),
                              ("bench", "sweep"), ("bench", "plot"), ("bench", "compare")})
+REPEATED = frozenset({"--served-model-name", "--lora-modules", "--api-key", "--allowed-origins"})  # one value each time
 SERVER_COMMANDS = frozenset({"serve", "explain", "doctor"})  # those that take the server's settings
 
 
@@ -54,6 +55,7 @@ def gather(tokens: Sequence[str], environment: Mapping[str, str], config_file: P
         return settings  # variables may well be those of the server on the same machine
     told = Told(settings.notes, [])
     settings.tokens = translate_tokens(tokens, told)
+    settings.notes += _read_as_model(settings.tokens)
     unset = frozenset(told.unset)
     settings.variables = _without(unset, read_variables(environment, told))
     unset = frozenset(told.unset)
@@ -70,6 +72,17 @@ def gather(tokens: Sequence[str], environment: Mapping[str, str], config_file: P
         raise UsageError("\n".join(f"{note} (refused by --strict)" for note in told.void))
     settings.notes += told.void
     return settings
+
+
+def _read_as_model(tokens: Sequence[str]) -> list[str]:
+    """A note where a second value behind a flag of vLLM's lists becomes the model, since no other is named."""
+    named = [token.partition("=")[0] for token in tokens]
+    if "--model" in named or (len(tokens) > 1 and not tokens[1].startswith("-")):
+        return []
+    for flag, value, model in zip(tokens, tokens[1:], tokens[2:], strict=False):
+        if flag in REPEATED and not any(word.startswith("-") for word in (value, model)):
+            return [f"{model} is read as the model: {flag} takes one value at a time; a second one is {flag} {model}"]
+    return []
 
 
 def _without(flags: frozenset[str], settings: dict[str, object]) -> dict[str, object]:

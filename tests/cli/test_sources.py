@@ -8,7 +8,7 @@ import pytest
 
 from stretto.cli.sources import gather, read_file, read_variables
 from stretto.config import UsageError
-from stretto.foreign.flags import ALIASES, ALWAYS, DRAFT_MODEL, DRAFT_STEPS, REFUSED
+from stretto.foreign.flags import ALIASES, ALWAYS, DRAFT_MODEL, DRAFT_STEPS, FAMILIES, REFUSED
 from stretto.foreign.translate import Told, setting_names, translate_tokens
 
 KNOWN_FLAGS = {"--" + name.replace("_", "-") for name in setting_names()}
@@ -202,3 +202,24 @@ def test_settings_of_the_server_are_left_out_for_other_commands(tmp_path: Path):
     assert settings.notes == ["host is a setting of the server; `stretto run` has none",
                               "port is a setting of the server; `stretto run` has none"]
     assert gather(["serve", "m"], {}, path).file == {"port": 9, "seed": 3}
+
+
+@pytest.mark.parametrize(("line", "noted"), [
+    ("serve --served-model-name a b", True), ("serve --port 3 --api-key a b --port 4", True),
+    ("serve m --served-model-name a", False), ("serve --served-model-name a --port 3", False),
+    ("serve --model m --served-model-name a b", False), ("serve --served-model-name a --served-model-name b", False)])
+def test_a_second_name_that_becomes_the_model_is_told(line: str, noted: bool):
+    notes = gather(line.split(), {}, None).notes
+    assert [note.partition(" is read as the model")[0] for note in notes] == (["b"] if noted else [])
+
+
+def test_flags_of_a_family_are_refused_with_its_reason():
+    for line, words, accepted in (
+            ("serve m --moe-a2a-backend deepep --port 3", "experts", "serve m --port 3"),
+            ("serve --enable-eplb m", "experts", "serve m"), ("serve m --mm-foo=3 --dp-bar", "text alone", "serve m"),
+            ("serve m --speculative-something 3", "--speculation", "serve m")):
+        with pytest.raises(UsageError, match=words) as refused:
+            translate_tokens(line.split(), Told([], []))
+        assert str(refused.value).endswith(f"accepted is: stretto {accepted}")
+    ours = {*KNOWN_FLAGS, *(f"--no-{flag[2:]}" for flag in KNOWN_FLAGS)}
+    assert [flag for flag in ours if flag.startswith(tuple(FAMILIES))] == []
