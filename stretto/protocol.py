@@ -157,6 +157,8 @@ class Usage(msgspec.Struct, array_like=True):
     def note_drafts(self, verified: int, accepted: int) -> None:
         """Of one step."""
         if verified:
+            self.drafted_tokens += verified
+            self.accepted_tokens += accepted
             _count(self.verified_runs, verified)
             _count(self.accepted_runs, accepted)
 

@@ -63,7 +63,7 @@ class Intake:
         grammar = self._grammar(sampling) if goal == Goal.GENERATE else None
         job = Job(request, 0, (request.priority, serial, 0), goal, prompt, limit, width, lookahead,
                   self._seed(sampling), self._stop_ids(sampling), scores_from if scored else NEVER, adapter,
-                  limit < asked)
+                  limit < asked, bool(sampling.logit_processors), sampling.speculation is not None)
         turn = Turn(job, list(tokens), self._stream(request, tokens), scores=[] if scored else None,
                     unforked=sampling.n - 1, grammar=grammar)
         if not turn.ready:

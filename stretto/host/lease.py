@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from stretto.host.ops import NO_PLAN, Mapping
 from stretto.host.prefix import Node
@@ -47,7 +48,7 @@ class Lease:
         return min(self.top, self.lo + self.flying)
 
 
-class Reservation(NamedTuple):
+class Reservation(msgspec.Struct, frozen=True, gc=False):
     """Pages for [0, hi + q_cap) and the lookahead, held in every group. Made by Ledger.reserve alone."""
 
     lease: Lease

@@ -33,15 +33,12 @@ from stretto.host.slots import Slots
 from stretto.host.turn import Turn
 from stretto.wire import Goal, HostDraft, Seam, StepPlan
 
+GENERATE = Goal.GENERATE
 GROWTH = 16  # tokens that admission leaves to every turn
 
 
-class Row(NamedTuple):
-    """A turn's part of a step. Built from a Reservation, so there is no row without pages."""
-
-    turn: Turn
-    reservation: Reservation
-    is_chunk: bool
+Rows = dict[Turn, tuple[Reservation, bool]]
+"""The turns of a step: what each has reserved, so there is no row without pages; whether its row is a chunk."""
 
 
 class Refusal(NamedTuple):
@@ -190,7 +187,7 @@ class Planner:
             owed = turn.fill_to - lease.lo - lease.flying  # given ids that no launched step covers
             if owed > 0:
                 fills.append((turn, owed))
-            elif turn.job.goal == Goal.GENERATE and len(turn.tokens) + len(lease.flight) < turn.job.limit:
+            elif turn.job.goal == GENERATE and len(turn.tokens) + len(lease.flight) < turn.job.limit:
                 # Every step in flight that samples emits at least one id: no row beyond what the limit can take.
                 # (A chunk in flight samples nothing; counting it delays a row until its result, no more.)
                 decoding.append(turn)
@@ -217,14 +214,16 @@ class Planner:
         chunks = [min(self._limits.chunk, n) for n in owed]
         self._choice = choice = self._limits.elastic.choose(Demand(
             slots=np.asarray([turn.slot for turn in decoding], dtype=np.int64),
-            widths=np.asarray(widths, dtype=np.int64), fixed=np.asarray([self._is_fixed(t) for t in decoding], bool),
+            widths=np.asarray(widths, dtype=np.int64),
+            fixed=np.asarray([turn.job.width_is_named if turn.grammar is None else self._is_fixed(turn)
+                              for turn in decoding], bool),
             context=_context(decoding), chunk_tokens=min(sum(chunks), self._limits.budget - len(decoding)),
             chunk_context=_context(turn for turn, _ in fills) + sum(chunks)))
         return first_come(chunks, max(choice.chunk_tokens, 1)), choice.drafts
 
     def _is_fixed(self, turn: Turn) -> bool:
         """The request names its number of drafts, or its grammar knows what must follow."""
-        if turn.job.request.sampling.speculation is not None:
+        if turn.job.width_is_named:
             return True
         return turn.grammar is not None and len(turn.grammar.forced()) > self._limits.depth
 
@@ -238,26 +237,30 @@ class Planner:
         return share_budget(fills, drafts, chunk=limits.chunk, budget=limits.budget, policy=limits.cap_policy)
 
     # ---------------------------------------------------------------------------------------------------- reserve
-    def _reserve(self, chunks: list[tuple[Turn, int]], tails: list[tuple[Turn, int]]) -> list[Row]:
-        rows: dict[Turn, Row] = {}
+    def _reserve(self, chunks: list[tuple[Turn, int]], tails: list[tuple[Turn, int]]) -> Rows:
+        rows: Rows = {}
+        reserve, drafter = self._ledger.reserve, self._limits.drafter
         for is_chunk, wanted in ((True, chunks), (False, tails)):
             for turn, cap in wanted:
                 if turn.slot < 0:
                     continue  # retracted for an earlier row
                 try:
-                    reservation = self._reserve_or_retract(turn, cap, rows)
-                    if reservation is not None:
-                        self._prepare(turn, reservation, is_chunk)
-                        rows[turn] = Row(turn, reservation, is_chunk)
+                    assert turn.lease is not None
+                    reservation = reserve(turn.lease, cap, turn.job.lookahead) or self._retract_for(turn, cap, rows)
+                    if reservation is None:
+                        continue
+                    if reservation.mapped:
+                        self._ops.map(turn.slot, reservation.mapped)
+                    if (drafter is not None or turn.grammar is not None) and not is_chunk:
+                        self._propose_for(turn, reservation.q_cap, drafter)
+                    rows[turn] = reservation, is_chunk
                 except Exception as cause:  # whatever it is, it is of this request
                     self._quarantine(turn, cause)
-        return list(rows.values())
+        return rows
 
-    def _prepare(self, turn: Turn, reservation: Reservation, is_chunk: bool) -> None:
-        if reservation.mapped:
-            self._ops.map(turn.slot, reservation.mapped)
-        if not is_chunk and reservation.q_cap > 1 and len(turn.tokens) > turn.job.prompt:
-            self._propose(self._limits.drafter, turn)
+    def _propose_for(self, turn: Turn, q_cap: int, drafter: HostDrafter | None) -> None:
+        if q_cap > 1 and len(turn.tokens) > turn.job.prompt:
+            self._propose(drafter, turn)
 
     def _propose(self, drafter: HostDrafter | None, turn: Turn) -> None:
         """A proposal of the host arrives behind up to `depth` steps of K + 1 ids: it must be that much longer. What a
@@ -275,23 +278,23 @@ class Planner:
             self._counters.host_drafts += 1
             self._ops.draft(HostDraft(turn.slot, turn.epoch, len(turn.tokens), ids))
 
-    def _reserve_or_retract(self, turn: Turn, cap: int, rows: dict[Turn, Row]) -> Reservation | None:
-        """None where the turn itself gave way, waits for a step in flight, or ended for want of pages."""
+    def _retract_for(self, turn: Turn, cap: int, rows: Rows) -> Reservation | None:
+        """Pages are short: others give way. None where the turn itself gave way, waits for a step in flight, or ended
+        for want of pages."""
         lease, lookahead = turn.lease, turn.job.lookahead
         assert lease is not None
         while True:
+            if not self._reclaim():
+                if len(self._slots.running) == 1:
+                    return self._reserve_alone(turn, cap)
+                victim = max(self._slots.running, key=lambda t: t.job.rank)
+                rows.pop(victim, None)
+                self._retract(victim)
+                if victim is turn:
+                    return None
             reservation = self._ledger.reserve(lease, cap, lookahead)
             if reservation is not None:
                 return reservation
-            if self._reclaim():
-                continue
-            if len(self._slots.running) == 1:
-                return self._reserve_alone(turn, cap)
-            victim = max(self._slots.running, key=lambda t: t.job.rank)
-            rows.pop(victim, None)
-            self._retract(victim)
-            if victim is turn:
-                return None
 
     def _reserve_alone(self, turn: Turn, cap: int) -> Reservation | None:
         """The pool holds nothing else. Steps in flight may slide a window; a smaller chunk may fit; else it is full."""
@@ -329,26 +332,33 @@ class Planner:
         self._queue.push(turn)
 
     # ----------------------------------------------------------------------------------------------------- launch
-    def _launch(self, rows: list[Row]) -> StepPlan:
-        planned = 0
-        wire_rows = []
-        for row in rows:
-            turn, reservation = row.turn, row.reservation
+    def _launch(self, rows: Rows) -> StepPlan:
+        wire_rows: list[tuple[int, int, int]] = []
+        caps: dict[int, int] = {}  # of decode rows, by slot
+        planned = widest = 0
+        masked = processed = False
+        for turn, (reservation, is_chunk) in rows.items():
+            job, slot, cap = turn.job, turn.slot, reservation.q_cap
             self._ledger.launch(reservation, self._seq)
-            planned += reservation.q_cap
-            wire_rows.append((turn.slot, turn.epoch, reservation.q_cap))
+            wire_rows.append((slot, turn.epoch, cap))
+            planned += cap
+            if not is_chunk:
+                caps[slot] = cap
+            if job.width > widest:
+                widest = job.width
+            if turn.grammar is not None:
+                masked = masked or _is_masked(turn)
+            processed = processed or job.processed
         need(planned <= self._limits.budget, f"a step of {planned} tokens; the budget is {self._limits.budget}")
-        self._count(rows, planned)
-        self._counters.processor_steps += any(row.turn.job.request.sampling.logit_processors for row in rows)
-        width = self._draft_width(rows)
-        plan = self._ops.take(self._seq, width, wire_rows)
+        self._count(planned, len(wire_rows), caps)
+        self._counters.processor_steps += processed
+        self._counters.masked_steps += masked
+        plan = self._ops.take(self._seq, self._draft_width(widest), wire_rows)
         self._ledger.save_ahead()
+        plan.late_mask = masked
         if self._choice is not None:
-            self._bound(plan, planned, sum(row.reservation.q_cap - 1 for row in rows if not row.is_chunk))
-        plan.late_mask = any(_is_masked(row.turn) for row in rows)
-        self._counters.masked_steps += plan.late_mask
+            self._bound(plan, planned, sum(caps.values()) - len(caps))
         if self._limits.elastic is not None and self._choice is not None:
-            caps = {row.turn.slot: row.reservation.q_cap for row in rows if not row.is_chunk}
             tokens = plan.tokens or planned
             self._limits.elastic.launched(self._seq, self._choice, caps, tokens, plan.draft_width, planned - tokens)
         self._seq += 1
@@ -361,26 +371,24 @@ class Planner:
             plan.tokens = planned - absent
         plan.least = self._choice.least
 
-    def _draft_width(self, rows: list[Row]) -> int:
-        """Drafts that the device proposes at the end of the step."""
+    def _draft_width(self, widest: int) -> int:
+        """Drafts that the device proposes at the end of the step; `widest`: the most that one of its rows may have."""
         if self._limits.drafter is not None:
             return 0
-        most = max(row.turn.job.width for row in rows)
-        return most if self._choice is None else min(most, self._choice.draft_width)
+        return widest if self._choice is None else min(widest, self._choice.draft_width)
 
-    def _count(self, rows: list[Row], planned: int) -> None:
-        counters = self._counters
-        chunk_caps = [row.reservation.q_cap for row in rows if row.is_chunk]
-        n_tails, chunk_tokens = len(rows) - len(chunk_caps), sum(chunk_caps)
+    def _count(self, planned: int, rows: int, tails: dict[int, int]) -> None:
+        """A step of so many tokens in so many rows; `tails`: q_cap of those that decode."""
+        counters, n_tails, tail_tokens = self._counters, len(tails), sum(tails.values())
         counters.steps += 1
         counters.planned_tokens += planned
-        counters.chunk_rows += len(chunk_caps)
-        counters.chunk_tokens += chunk_tokens
+        counters.chunk_rows += rows - n_tails
+        counters.chunk_tokens += planned - tail_tokens
         counters.decode_rows += n_tails
-        if chunk_caps and n_tails:
+        if n_tails and rows > n_tails:
             counters.mixed_steps += 1
             counters.tail_rows += n_tails
-            counters.tail_tokens += planned - chunk_tokens
+            counters.tail_tokens += tail_tokens
 
 
 def _who(turn: Turn) -> tuple[str, int]:

@@ -21,13 +21,24 @@ from stretto.host.queue import Queue
 from stretto.host.session import Sessions
 from stretto.host.slots import Slots
 from stretto.host.turn import ABORT, ERROR, LENGTH, POOL_FULL, STOP, Turn
-from stretto.protocol import Output, TokenLogprob
+from stretto.protocol import Output, TokenLogprob, Usage
 from stretto.text.grammar import GrammarError
 from stretto.wire import Goal, RowResult, StepResult, TokenScore
 
 logger = logging.getLogger(__name__)
 
 Ending = tuple[str, int | str | None]  # finish reason, stop reason
+
+
+class _Fed:
+    """What the rows of one step fed, by what it was for; `stale`: rows of turns that had left. A row that began among
+    ids that were there when its turn was seated is `prefill`."""
+
+    __slots__ = ("plain", "plain_rows", "prefill", "prefill_rows", "stale", "verify", "verify_rows")
+
+    def __init__(self) -> None:
+        self.plain = self.plain_rows = self.prefill = self.prefill_rows = 0
+        self.verify = self.verify_rows = self.stale = 0
 
 
 class Results:
@@ -52,30 +63,37 @@ class Results:
         outputs: list[Output] = []
         for done in result.moved:
             self._ledger.moved(done)
-        counters = self._counters
-        before = counters.fed_tokens, counters.prefill_tokens, counters.stale_results
-        owner = self._slots.owner
+        fed, owner = _Fed(), self._slots.owner
         for row in result.rows:
             turn = owner(row.slot, row.epoch)
             if turn is None:
-                self._counters.stale_results += 1
+                fed.stale += 1
                 continue
             try:
-                self._apply(turn, row, result.seq, outputs)
+                self._apply(turn, row, result.seq, fed, outputs)
             except GrammarError as error:
                 outputs += self.fail(turn, str(error))
             except Exception as error:  # whatever it is, it is of this request
                 outputs += self.quarantine(turn, error)
-        fed, prefill = counters.fed_tokens - before[0], counters.prefill_tokens - before[1]
-        if result.seconds and 2 * prefill >= fed > 0 and counters.stale_results == before[2]:
-            self._limits.rates.computing.add(fed, result.seconds)
+        self._count(fed)
+        tokens = fed.prefill + fed.plain + fed.verify
+        if result.seconds and 2 * fed.prefill >= tokens > 0 and not fed.stale:
+            self._limits.rates.computing.add(tokens, result.seconds)
         return outputs
 
     # ---------------------------------------------------------------------------------------------------- one row
-    def _apply(self, turn: Turn, row: RowResult, seq: int, outputs: list[Output]) -> None:
+    def _apply(self, turn: Turn, row: RowResult, seq: int, fed: _Fed, outputs: list[Output]) -> None:
         lease = turn.lease
         assert lease is not None
-        self._count_fed(row, given=lease.lo < turn.fill_to)
+        if lease.lo < turn.fill_to:
+            fed.prefill += row.fed
+            fed.prefill_rows += row.fed > 0
+        elif row.verified:
+            fed.verify += row.fed
+            fed.verify_rows += 1
+        else:
+            fed.plain += row.fed
+            fed.plain_rows += row.fed > 0
         self._ledger.confirm(lease, seq, row.length)
         if row.known != len(turn.tokens) + len(row.new):
             raise HostFault(f"the device knows {row.known} ids; {len(turn.tokens)} were known, {len(row.new)} emitted")
@@ -108,23 +126,20 @@ class Results:
         if gone := self._ledger.slide(lease):
             self._ops.map(turn.slot, gone)
 
-    def _count_fed(self, row: RowResult, given: bool) -> None:
-        """`given`: the row began among ids that were there when its turn was seated."""
+    def _count(self, fed: _Fed) -> None:
         counters = self._counters
-        counters.fed_tokens += row.fed
-        if given:
-            counters.prefill_tokens += row.fed
-            counters.prefill_rows += row.fed > 0
-        elif row.verified:
-            counters.verify_tokens += row.fed
-            counters.verify_rows += 1
-        else:
-            counters.decode_tokens += row.fed
-            counters.plain_rows += row.fed > 0
+        counters.stale_results += fed.stale
+        counters.fed_tokens += fed.prefill + fed.verify + fed.plain
+        counters.prefill_tokens += fed.prefill
+        counters.verify_tokens += fed.verify
+        counters.decode_tokens += fed.plain
+        counters.prefill_rows += fed.prefill_rows
+        counters.verify_rows += fed.verify_rows
+        counters.plain_rows += fed.plain_rows
 
     def _deliver(self, turn: Turn, row: RowResult, outputs: list[Output]) -> Ending | None:
         """Appends what the client gets of this row; says whether, and how, the turn has ended."""
-        new, usage = row.new, turn.usage
+        new, usage, request = row.new, turn.usage, turn.job.request
         ending = self._device_ending(turn, new[-1]) if row.done else None
         kept = turn.grammar.take(new) if turn.grammar is not None else None
         if kept is not None and (ending is None or ending[0] != STOP or kept < len(new)):
@@ -132,29 +147,32 @@ class Results:
             self._counters.grammar_ends += 1
         text = ""
         if turn.text is not None:
-            delta = turn.text.push(self._readable(turn, new, ending), ending is not None)
-            text = delta.text
-            if delta.stop is not None:  # its place is before, or at, whatever ended the turn on the device
-                ending, new = (STOP, delta.stop), new[: delta.kept]
+            read = new if ending is None else self._readable(turn, new, ending)
+            said, found, upto = turn.text.push(read, ending is not None)
+            text = said if request.want_text else ""
+            if found is not None:  # its place is before, or at, whatever ended the turn on the device
+                ending, new = (STOP, found), new[:upto]
                 self._counters.host_stops += 1
+        n = len(new)
         turn.tokens += new
-        usage.completion_tokens += len(new)
-        usage.drafted_tokens += row.verified
-        accepted = max(len(new) - 1, 0)  # none of the ids may be left: a grammar may have ended before them
-        usage.accepted_tokens += accepted
-        usage.steps += bool(new)
-        usage.note_drafts(row.verified, accepted)
-        self._counters.generated_tokens += len(new)
-        self._counters.drafted += row.verified
-        self._counters.accepted += accepted
-        self._counters.note_drafts(row.verified, accepted)
+        usage.completion_tokens += n
+        usage.steps += n > 0
+        self._counters.generated_tokens += n
+        if row.verified:
+            self._count_drafts(usage, row.verified, max(n - 1, 0))  # a grammar may have ended before all of the ids
         reason, stop = ending or (None, None)
-        request = turn.job.request
-        outputs.append(Output(
-            request.rid, turn.job.index, new, text if request.want_text else "", reason, stop, usage.snapshot(),
-            None if request.sampling.logprobs is None else self._logprobs(row, new, request.sampling.logprobs),
-            None if turn.scores is None else self._take_scores(turn)))
+        scored = request.sampling.logprobs
+        outputs.append(Output(request.rid, turn.job.index, new, text, reason, stop, usage.snapshot(),
+                              None if scored is None else self._logprobs(row, new, scored),
+                              None if turn.scores is None else self._take_scores(turn)))
         return ending
+
+    def _count_drafts(self, usage: Usage, verified: int, accepted: int) -> None:
+        usage.note_drafts(verified, accepted)
+        counters = self._counters
+        counters.drafted += verified
+        counters.accepted += accepted
+        counters.note_drafts(verified, accepted)
 
     def _device_ending(self, turn: Turn, last: int) -> Ending:
         """A stop id, or the limit. A stop id below min_tokens cannot be sampled."""
@@ -166,10 +184,10 @@ class Results:
             self._counters.pool_bound += 1
         return LENGTH, POOL_FULL if job.pool_bound else None
 
-    def _readable(self, turn: Turn, new: list[int], ending: Ending | None) -> list[int]:
+    def _readable(self, turn: Turn, new: list[int], ending: Ending) -> list[int]:
         """The ids whose text is delivered: not that of a matched stop id, unless the request asked for it. A grammar
         may end with an end-of-sequence id that the request ignores."""
-        stopped = ending is not None and ending[0] == STOP and (
+        stopped = ending[0] == STOP and (
             new[-1] in turn.job.stop_ids or new[-1] in self._limits.eos_token_ids)
         return new[:-1] if stopped and not turn.job.request.sampling.include_stop else new
 

@@ -36,6 +36,8 @@ class Job:
     scores_from: int = NEVER  # prompt log-probabilities from the logits of this position on
     adapter: int = 0  # its number on the device; 0: none
     pool_bound: bool = False  # the limit is what the KV cache holds, less than what was asked
+    processed: bool = False  # it has logit processors
+    width_is_named: bool = False  # the request says its number of drafts
 
 
 @dataclass(eq=False, slots=True)

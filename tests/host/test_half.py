@@ -242,9 +242,9 @@ def calls(name: str) -> set[str]:
             if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", None)) == name}
 
 
-def test_one_maker_of_leases_reservations_and_rows():
+def test_one_maker_of_leases_and_reservations_and_of_rows():
     assert calls("Lease") == calls("Reservation") == {"ledger.py"}
-    assert calls("Row") == {"planner.py"}
+    assert calls("launch") == {"planner.py"}  # of a Reservation
     assert calls("PrefixTree") == {"ledger.py"}
     assert calls("StepPlan") == {"ops.py"}
     assert calls("Seat") == {"seat.py"}

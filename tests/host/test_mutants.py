@@ -376,7 +376,7 @@ def mixing_off_unheeded(m: Patch) -> None:
 def victims_keep_their_row(m: Patch) -> None:
     def reserve(f, self, turn, cap, rows):
         return f(self, turn, cap, dict(rows))  # a copy: what is retracted stays in the plan
-    wrapped(m, Planner, "_reserve_or_retract", reserve)
+    wrapped(m, Planner, "_retract_for", reserve)
 
 
 def rows_beyond_the_limit(m: Patch) -> None:

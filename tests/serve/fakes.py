@@ -286,8 +286,6 @@ class ScriptedCore:
                           embedding=embedding(choice.request, self.options.hidden_size))
         out = self.generate(choice, choice.request.sampling)
         choice.usage.steps += bool(out.token_ids)
-        choice.usage.drafted_tokens += self.options.block - 1
-        choice.usage.accepted_tokens += max(0, len(out.token_ids) - 1)
         choice.usage.note_drafts(self.options.block - 1, max(0, len(out.token_ids) - 1))
         self.counters["generated_tokens"] += len(out.token_ids)
         for place in range(1, self.options.block):
