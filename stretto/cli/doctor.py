@@ -27,6 +27,7 @@ from stretto.cli.screen import show
 from stretto.cli.starting import expected_failures
 from stretto.compat import ConfigError
 from stretto.config import MIB, Config, SpeculationSection, gib
+from stretto.engine.build import eos_ids
 from stretto.engine.llm import LLM
 from stretto.engine.prepare import Prepared, prepare
 from stretto.facts import device_facts, usable_cores
@@ -262,7 +263,8 @@ def model_findings(config: Config) -> Iterator[Finding]:
     yield Finding("ok", "model", f"{prepared.path}: {facts.architecture}, {facts.parameters / 1e6:,.1f}M parameters, "
                                  f"stored as {facts.dtype}")
     yield Finding("ok", "memory", f"{gib(memory.budget)} needed: weights {gib(memory.weights)}, KV {gib(memory.kv)}")
-    steps: tuple[Callable[[], Finding], ...] = (lambda: _tokenizer(prepared), lambda: _answers(config))
+    steps: tuple[Callable[[], Finding], ...] = (lambda: _tokenizer(prepared), lambda: _ends(prepared),
+                                                lambda: _answers(config))
     for step in steps:
         try:
             with expected_failures():
@@ -284,6 +286,19 @@ def _tokenizer(prepared: Prepared) -> Finding:
     if tokenizer.chat_template is None:
         return Finding("warn", "tokenizer", "has no chat template", "chat requests will be refused; completions work")
     return Finding("ok", "tokenizer", "round trip and chat template in order")
+
+
+def _ends(prepared: Prepared) -> Finding:
+    """What ends an answer."""
+    tokenizer, size = load_tokenizer(prepared.tokenizer_path), prepared.facts.model.vocab_size
+    ends = sorted(eos_ids(prepared, tokenizer))
+    if beyond := [token for token in ends if token >= size]:
+        return Finding("warn", "end of answers", f"{beyond} are ids beyond the model's {size}, which it never gives",
+                       "correct eos_token_id in generation_config.json")
+    if not ends:
+        return Finding("warn", "end of answers", "no id ends one", "set eos_token_id in generation_config.json; until "
+                       "then max_tokens and stop strings end answers")
+    return Finding("ok", "end of answers", ", ".join(f"{token} {tokenizer.decode([token], False)!r}" for token in ends))
 
 
 def _answers(config: Config) -> Finding:

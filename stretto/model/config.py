@@ -6,12 +6,13 @@ Defaults are those of the architecture's configuration class in transformers, si
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stretto.model.errors import ConfigError
+from stretto.model.errors import FETCH_LFS, ConfigError, is_pointer
 from stretto.model.quantization import METHODS, Quantization, parse_quantization
 from stretto.wire import STATE
 
@@ -166,9 +167,9 @@ class ModelConfig:
         return cls(
             architecture=name, vocab_size=sizes["vocab_size"], hidden_size=sizes["hidden_size"],
             intermediate_size=sizes["intermediate_size"], n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads,
-            head_dim=head_dim, norm_eps=float(get("rms_norm_eps") or 1e-6),
+            head_dim=head_dim, norm_eps=_epsilon(name, get("rms_norm_eps") or 1e-6),
             hidden_act=str(get("hidden_activation") or get("hidden_act")),
-            rope=rope, windows=_windows(name, get, n_layers), tie_embeddings=bool(get("tie_word_embeddings", False)),
+            rope=rope, windows=_windows(name, get, n_layers), tie_embeddings=_is_tied(config, get),
             attention_bias=bool(get("attention_bias", False)), mlp_bias=bool(get("mlp_bias", False)),
             max_position=most, local_rope=local_rope,
             bos_token_ids=token_ids("bos_token_id", config, generation_config),
@@ -184,6 +185,12 @@ class ModelConfig:
         return _positive(self.architecture, key, self.value(key))
 
 
+def _is_tied(config: Mapping[str, Any], get) -> bool:
+    """Whether the embedding is the head. A checkpoint without a head has nothing else."""
+    listed = config.get("architectures") or [""]
+    return bool(get("tie_word_embeddings", False)) or is_bare(str(listed if isinstance(listed, str) else listed[0]))
+
+
 def read_config(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """config.json (its text part, where a native family runs it) and, if there is one, generation_config.json of an HF
     folder. Raises ConfigError."""
@@ -195,10 +202,13 @@ def read_config(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any] | No
 
 def _read_json(path: Path, hint: str) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
+        data = json.loads(text)
     except OSError as e:
         raise ConfigError(f"{path} cannot be read ({e.strerror}): {hint}") from e
     except ValueError as e:
+        if is_pointer(path):
+            raise ConfigError(f"{path} is the pointer of Git LFS to a file: {FETCH_LFS}") from e
         raise ConfigError(f"{path} is not JSON ({e}): fetch it again") from e
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds a {type(data).__name__}, not an object: fetch it again")
@@ -221,20 +231,30 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     listed = config.get("architectures") or ()
     model_type = config.get("model_type")
     if listed:
-        return str(listed[0])
+        name = str(listed if isinstance(listed, str) else listed[0])
+        whole = f"{name.removesuffix('Model')}ForCausalLM"
+        return whole if is_bare(name) and whole in _FAMILY_DEFAULTS else name
     if not model_type:
         raise ConfigError("the config names neither architectures nor model_type: it is no model's config.json")
     return _BY_MODEL_TYPE.get(model_type, model_type)
 
 
+def is_bare(architecture: str) -> bool:
+    """Whether a checkpoint of it is a decoder without a head, as those of models for embeddings are."""
+    return architecture.endswith("Model")
+
+
 def token_ids(key: str, *configs: Mapping[str, Any] | None) -> tuple[int, ...]:
     """The ids under `key` in any of the configs, each once: HF writes one id or a list, and generation_config may
-    name more than config.json."""
+    name more than config.json. Raises ConfigError for what is no id."""
     found: list[int] = []
     for config in configs:
         value = (config or {}).get(key)
         found += [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-    return tuple(dict.fromkeys(int(i) for i in found))
+    wrong = [i for i in found if isinstance(i, bool) or not isinstance(i, int)]
+    if wrong:
+        raise ConfigError(f"{key} is {wrong[0]!r}; it must be the id of a token, or a list of ids")
+    return tuple(dict.fromkeys(i for i in found if i >= 0))  # -1 stands for none
 
 
 def refuse_quantization(name: str, config: Mapping[str, Any]) -> None:
@@ -261,10 +281,24 @@ def _positive(name: str, key: str, value: Any) -> int:
     return value
 
 
+def _epsilon(name: str, value: Any) -> float:
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not 0 < found < 1:
+        raise ConfigError(f"{name}: rms_norm_eps is {value!r}; a small positive number is needed")
+    return found
+
+
 def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
     """Reads `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (earlier). Raises ConfigError for an
     unknown kind, and for values that the kind needs and does not find."""
-    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"the scaling of positions (rope_parameters or rope_scaling) is {found!r}; an object with a "
+                          "rope_type is needed")
+    given = dict(found)
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3 checkpoints
     if kind not in ROPE_KINDS:

@@ -7,12 +7,20 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
 
 from stretto.model.api import CausalModel
-from stretto.model.config import ConfigError, ModelConfig, architecture_of, read_config, served_positions
+from stretto.model.config import (
+    ConfigError,
+    ModelConfig,
+    architecture_of,
+    is_bare,
+    read_config,
+    served_positions,
+)
 from stretto.model.dequantize import dequantized
 from stretto.model.gguf import GGUFSource
 from stretto.model.gguf_config import gguf_config
@@ -22,6 +30,8 @@ from stretto.model.registry import NATIVE, find_builder
 from stretto.model.shard import Shard
 from stretto.model.source import PackedSource, SafetensorsSource, WeightSource, text_part
 from stretto.model.weights import Progress, Weights
+
+log = logging.getLogger(__name__)
 
 NO_ROOM = "{} runs through transformers' own modules, which have no room for LoRA adapters"
 NO_RANKS = "{} runs through transformers' own modules, which are not cut into ranks"
@@ -57,6 +67,9 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, pr
 
         return load_fallback(path, raw, generation, dtype=dtype, device=device, progress=progress, context=context)
     config = ModelConfig.from_hf(raw, generation)
+    if is_bare(str((raw.get("architectures") or [""])[0])):
+        log.warning("%s is a decoder without a head: its embeddings are what it was made for, its texts mean nothing",
+                    path.name)
     return build_model(config, open_weights(path, config), dtype, device, progress, context, fixed, adapters,
                        shard)
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from safetensors import SafetensorError, safe_open
 
+from stretto.model.errors import FETCH_LFS, is_pointer
 from stretto.ops.packed import Layout, Packed
 
 SINGLE_FILE = "model.safetensors"
@@ -82,6 +83,9 @@ class SafetensorsSource:
         path = self.folder / SINGLE_FILE
         if path.is_file():
             return path
+        if path.is_symlink():
+            raise WeightError(f"{path} is a link to {path.readlink()}, which is not there: fetch the model again, or "
+                              "copy what the link stands for")
         found = sorted(p.name for p in self.folder.glob("*.safetensors"))
         pickles = sorted(p.name for p in self.folder.glob("pytorch_model*.bin"))
         hint = (f"; it has {', '.join(found)}, which no index lists" if found else
@@ -147,9 +151,17 @@ class Renamed:
 
 
 def text_part(source: WeightSource) -> WeightSource:
-    """`source`; of a multimodal checkpoint the language model alone, by the names that it would have by itself."""
-    multimodal = any(name.startswith(("language_model.", "model.language_model.")) for name in source.names())
-    return Renamed(source, _name_alone) if multimodal else source
+    """`source`; of a multimodal checkpoint the language model alone, by the names that it would have by itself; of a
+    decoder without its head, by those that it has within the whole model."""
+    names = set(source.names())
+    if any(name.startswith(("language_model.", "model.language_model.")) for name in names):
+        return Renamed(source, _name_alone)
+    return Renamed(source, _name_within) if "embed_tokens.weight" in names else source
+
+
+def _name_within(stored: str) -> str:
+    """Of a decoder that was saved by itself, as those of models for embeddings are."""
+    return stored if stored.startswith("lm_head.") else f"model.{stored}"
 
 
 def _name_alone(stored: str) -> str | None:
@@ -164,5 +176,7 @@ def _open(path: Path):
     try:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError) as e:
+        if is_pointer(path):
+            raise WeightError(f"{path} is the pointer of Git LFS to a file: {FETCH_LFS}") from e
         raise WeightError(f"{path.name} ({path.stat().st_size} bytes) is truncated or damaged ({e}): "
                           "fetch it again") from e

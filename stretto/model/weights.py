@@ -46,7 +46,11 @@ class _Copy:
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise WeightError(f"{self.name} holds {tensor.dtype}; weights must be floating-point numbers of 16 "
                               "bits or more, or be quantised in a way that config.json names")
-        self.target.copy_(self.of(tensor))
+        mine = self.of(tensor)
+        self.target.copy_(mine)
+        if not _finite(self.target):
+            beyond = f": the checkpoint's numbers are beyond those of {self.target.dtype}; take --dtype bfloat16"
+            raise WeightError(_NOT_FINITE.format(self.name, beyond if _finite(mine) else _DAMAGED))
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,17 @@ class _PackedCopy:
         assert isinstance(source, PackedSource)
         target, (row, column) = self.target, self.starts
         self.target.copy_(source.packed(self.name).rows(row, target.outputs).columns(column, target.inputs))
+        if not _finite(target.scales):
+            raise WeightError(_NOT_FINITE.format(f"the scales of {self.name}", _DAMAGED))
+
+
+_NOT_FINITE = "{} would be infinite or no numbers (NaN){}"
+_DAMAGED = ", as the checkpoint holds them: it is damaged, fetch it again"
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    """Whether there is neither infinity nor NaN. A sum shows either, and reads the tensor once."""
+    return not tensor.numel() or bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
 
 
 class Weights:

@@ -124,6 +124,64 @@ def test_integer_weights_are_refused(folder):
         load(folder)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_no_numbers_are_named(folder, number):
+    """One of thousands would make every logit NaN."""
+    edit(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].__setitem__(5, number))
+    with pytest.raises(WeightError, match=r"layers\.1\.mlp\.up_proj\.weight would be infinite .* it is damaged"):
+        load(folder)
+
+
+def test_weights_beyond_float16_name_the_type_that_holds_them(folder):
+    edit(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].__setitem__(5, 1e5))
+    with pytest.raises(WeightError, match=r"up_proj\.weight would be infinite .*torch\.float16; take --dtype bfloat16"):
+        load_model(folder, dtype=torch.float16, device=CPU)
+    load_model(folder, dtype=torch.bfloat16, device=CPU)
+
+
+def test_large_numbers_whose_sum_is_infinite_are_numbers(folder):
+    edit(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].fill_(3e38))
+    load(folder)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456\n"
+
+
+@pytest.mark.parametrize(("file", "error"), [("model.safetensors", WeightError), ("config.json", ConfigError)])
+def test_pointers_of_git_lfs_are_known(folder, file, error):
+    (folder / file).write_text(POINTER)
+    with pytest.raises(error, match=rf"{file} is the pointer of Git LFS to a file: fetch .* with `git lfs pull`"):
+        model_facts(folder)
+
+
+def test_a_link_to_nothing_is_named(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("../blobs/4d7a")
+    with pytest.raises(WeightError, match=r"model\.safetensors is a link to \.\./blobs/4d7a, which is not there"):
+        load(folder)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaModel"])
+@pytest.mark.parametrize("head", [True, False])
+def test_a_decoder_that_was_saved_by_itself(tmp_path, architecture, head, caplog):
+    """Models for embeddings: names without "model.", perhaps without a head, whose place the embedding takes."""
+    oracle, path = save(tmp_path, "Llama", tie_word_embeddings=not head), tmp_path / "model.safetensors"
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": [architecture]}
+    config["tie_word_embeddings"] = architecture == "LlamaForCausalLM" and not head
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.testing.assert_close(run(load(tmp_path), IDS), oracle_logits(oracle, IDS), atol=1e-4, rtol=1e-4)
+    assert ("a decoder without a head" in caplog.text) == (architecture == "LlamaModel")
+
+
+def test_a_config_with_a_byte_order_mark(folder):
+    path = folder / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    load(folder)
+
+
 def test_buffers_of_old_checkpoints_are_ignored(folder):
     oracle = save(folder, "Llama")
     names = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(3)]
@@ -137,6 +195,9 @@ def test_buffers_of_old_checkpoints_are_ignored(folder):
     ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     ({"hidden_act": "wobble"}, "hidden_act 'wobble' is not supported"),
     ({"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral' is not supported"),
+    ({"rope_parameters": "linear"}, r"\(rope_parameters or rope_scaling\) is 'linear'; an object with a rope_type"),
+    ({"eos_token_id": ["</s>"]}, "eos_token_id is '</s>'; it must be the id of a token"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; a small positive number is needed"),
 ])
 def test_configs_are_refused_with_the_reason(folder, change, says):
     path = folder / "config.json"
