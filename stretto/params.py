@@ -186,7 +186,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         least = {"n": 1, "max_tokens": 0}.get(name, -1)
         if value is not None and not (value >= least and (most is None or value <= most)):
             room = f"lie in {least}..{most}" if most is not None else f"be {least} or more"
-            raise ParameterError(name, f"{name} is {value}; it must {room}")
+            free = "; without it an answer may fill the context" if name == "max_tokens" else ""
+            raise ParameterError(name, f"{name} is {value}; it must {room}{free}")
 
     def _check_lengths(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:

@@ -12,8 +12,7 @@ from stretto.serve.request_fields import refuse
 from stretto.serve.schemas import CountTokensRequest
 
 # chat's field -> this API's, for errors
-CHAT_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config",
-              "thinking_token_budget": "thinking"}
+CHAT_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
 _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")  # at the beginning of a system prompt
 _OWN = frozenset(("messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking",
                   "output_config", "output_format", "service_tier", "container", "mcp_servers", "context_management",
@@ -23,8 +22,7 @@ _REFUSED = {"max_completion_tokens": "use max_tokens", "stop": "use stop_sequenc
             "response_format": "use output_config", "n": "an answer is one message; /v1/chat/completions has it",
             **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids",
                              "return_tokens_as_token_ids"), _NOT_SHOWN),
-            "container": "there are no containers here", "mcp_servers": "the server calls no tools by itself",
-            "context_management": "nothing of a conversation is left out"}
+            "container": "there are no containers here", "mcp_servers": "the server calls no tools by itself"}
 
 
 def to_chat(body: CountTokensRequest, system_anywhere: bool = True) -> dict[str, Any]:
@@ -34,6 +32,7 @@ def to_chat(body: CountTokensRequest, system_anywhere: bool = True) -> dict[str,
     what is not the user's own. Raises ApiError."""
     extra = body.model_extra or {}
     refuse(extra, _REFUSED)
+    _check_edits(extra.get("context_management"))
     fields = {name: getattr(body, name) for name in type(body).model_fields if name not in _OWN}
     fields |= {name: value for name, value in extra.items() if name not in _OWN}
     messages = _system(body.system)
@@ -132,11 +131,26 @@ def _result(block: dict[str, Any], place: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
 
 
+def left_out(body: CountTokensRequest) -> list[str]:
+    """What Anthropic's clients must or always do say and nobody here honours: the budget without which thinking cannot
+    be asked for, and how much of earlier thinking is kept, of which there is none."""
+    names = ["thinking.budget_tokens"] if (body.thinking or {}).get("budget_tokens") is not None else []
+    return names + [name for name in ("context_management",) if (body.model_extra or {}).get(name)]
+
+
+def _check_edits(management: Any) -> None:
+    edits = management.get("edits") or [] if isinstance(management, dict) else [management] if management else []
+    if not isinstance(edits, list):
+        edits = [edits]
+    for i, edit in enumerate(edits):
+        kind = edit.get("type") if isinstance(edit, dict) else None
+        if not str(kind).startswith("clear_thinking_"):
+            raise bad_request(f"context_management.edits[{i}] has the type {str(kind)[:64]!r}; nothing of a"
+                              " conversation is left out here but thinking", "context_management", "unsupported_parameter")
+
+
 def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
-    kind = (thinking or {}).get("type", "adaptive")
-    if kind == "enabled":
-        return {"thinking_token_budget": (thinking or {}).get("budget_tokens")}
-    return {"reasoning_effort": "none"} if kind == "disabled" else {}
+    return {"reasoning_effort": "none"} if (thinking or {}).get("type") == "disabled" else {}
 
 
 def _format(body: CountTokensRequest) -> dict[str, Any] | None:

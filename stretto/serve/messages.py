@@ -18,8 +18,8 @@ from starlette.responses import Response
 
 from stretto.serve.bodies import described, read_body
 from stretto.serve.calls import answer, check_generation, prepare_chat
-from stretto.serve.errors import ApiError, JSONResponse, from_exception, in_words_of
-from stretto.serve.message_input import CHAT_NAMES, to_chat
+from stretto.serve.errors import ApiError, JSONResponse, from_exception, in_words_of, unsupported
+from stretto.serve.message_input import CHAT_NAMES, left_out, to_chat
 from stretto.serve.request_fields import ignored_header
 from stretto.serve.schemas import ChatRequest, CountTokensRequest, MessagesRequest
 from stretto.serve.service import Generation, Service
@@ -37,8 +37,10 @@ def messages(service: Service) -> APIRouter:
         service.check_open()
         body = await read_body(service, request, model)
         chat = chat_body(to_chat(body, service.reader.system_anywhere), CHAT_NAMES)
+        if (names := left_out(body)) and service.settings.strict_requests:
+            raise unsupported(names[0], "nothing here would honour it; leave it out")
         with in_words_of(CHAT_NAMES):
-            return chat, check_generation(service, chat)
+            return chat, check_generation(service, chat) + names
 
     @router.post("/v1/messages", openapi_extra=described(MessagesRequest))
     async def create(request: Request) -> Response:

@@ -96,6 +96,22 @@ async def test_claude_codes_billing_line_is_no_part_of_the_prompt(api: Api):
     assert count > without + len(quoted), "elsewhere it is text as any other"
 
 
+async def test_what_claude_code_always_asks_of_thinking():
+    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    async with make_api() as api, make_api(strict_requests=True) as strict:
+        answer = await send(api, thinking={"type": "enabled", "budget_tokens": 50}, context_management=keep)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-stretto-ignored"] == "thinking.budget_tokens,context_management"
+        assert "x-stretto-ignored" not in (await send(api, thinking={"type": "adaptive"})).headers
+        for one, fields, param in (
+                (strict, {"thinking": {"type": "enabled", "budget_tokens": 50}}, "thinking.budget_tokens"),
+                (api, {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+                (api, {"context_management": {"edits": 3}}, "context_management"),
+                (api, {"context_management": "all"}, "context_management")):
+            refused = await send(one, **fields)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
+
+
 class OnlyFirst(ByteTokenizer):
     """Its template wants system messages at the beginning."""
 
