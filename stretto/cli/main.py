@@ -10,7 +10,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, CycloptsPanel, Parameter, UnknownOptionError, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CycloptsError,
+    CycloptsPanel,
+    MissingArgumentError,
+    Parameter,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 from cyclopts.config import Dict
 from rich.console import Console, RenderableType
 
@@ -64,7 +72,7 @@ def misunderstood(error: CycloptsError) -> RenderableType:
         if named and (flag := named[-1].partition("=")[0]) in REPEATED:
             again = " ".join(f"{flag} {value}" for value in left)
             return CycloptsPanel(f"Unused: {' '.join(left)}. {flag} takes one value at a time; give it again: {again}")
-    if isinstance(error, UnknownOptionError):
+    if isinstance(error, UnknownOptionError | MissingArgumentError):
         command = " ".join(["stretto", *(error.command_chain or ())])
         return CycloptsPanel(f"{error} `{command} --help` lists what there is.")
     return CycloptsPanel(error)
