@@ -145,8 +145,8 @@ def _check_edits(management: Any) -> None:
     for i, edit in enumerate(edits):
         kind = edit.get("type") if isinstance(edit, dict) else None
         if not str(kind).startswith("clear_thinking_"):
-            raise bad_request(f"context_management.edits[{i}] has the type {str(kind)[:64]!r}; of a conversation thinking"
-                              " alone is left out here", "context_management", "unsupported_parameter")
+            raise bad_request(f"context_management.edits[{i}] has the type {str(kind)[:64]!r}; of a conversation"
+                              " thinking alone is left out here", "context_management", "unsupported_parameter")
 
 
 def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
