@@ -149,6 +149,7 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
         """From the objects in config.json and generation_config.json. Raises ConfigError."""
         name = architecture_of(config)
+        _refuse_unserved(name, config)
         given = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **_FAMILY_DEFAULTS.get(name, {}), **config}
         get = given.get
         sizes = {key: _positive(name, key, get(key)) for key in
@@ -162,8 +163,7 @@ class ModelConfig:
                               f"{n_kv_heads}")
         rope, local_rope = _ropes(given, head_dim, sizes["max_position_embeddings"])
         most = sizes["max_position_embeddings"] if local_rope else _max_position(rope, sizes["max_position_embeddings"])
-        if chunk := get("attention_chunk_size"):  # positions attend within chunks of so many: one is served
-            most = min(most, _positive(name, "attention_chunk_size", chunk))
+        most = min(most, _first_chunk(name, get) or most)
         return cls(
             architecture=name, vocab_size=sizes["vocab_size"], hidden_size=sizes["hidden_size"],
             intermediate_size=sizes["intermediate_size"], n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads,
@@ -183,6 +183,28 @@ class ModelConfig:
     def size(self, key: str) -> int:
         """`value`, which must be a positive whole number. Raises ConfigError."""
         return _positive(self.architecture, key, self.value(key))
+
+
+# Keys of any family that would change its text, and the only value that is served.
+_ONLY = {"is_causal": (True, "tokens would see later ones"), "lm_head_bias": (False, "no head here has a bias"),
+         "rope_interleaved": (False, "this family's pairs of features are half a head apart")}
+
+
+def _refuse_unserved(name: str, config: Mapping[str, Any]) -> None:
+    for key, (served, why) in _ONLY.items():
+        if config.get(key, served) not in (served, None):
+            raise ConfigError(f"{name}: {key} is {config[key]!r}, which is not supported: {why}")
+
+
+def _first_chunk(name: str, get) -> int | None:
+    """Positions up to which attention in chunks is ordinary attention: so many are served. Llama 4's layers attend
+    within chunks; Qwen2.5-1M's shorten distances beyond one, less what is always near (Dual Chunk Attention,
+    https://arxiv.org/abs/2402.17463)."""
+    if chunk := get("attention_chunk_size"):
+        return _positive(name, "attention_chunk_size", chunk)
+    if dual := get("dual_chunk_attention_config"):
+        return _positive(name, "dual_chunk_attention_config", dual.get("chunk_size", 0) - dual.get("local_size", 0))
+    return None
 
 
 def _is_tied(config: Mapping[str, Any], get) -> bool:
