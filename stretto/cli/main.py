@@ -4,6 +4,7 @@ answers at once."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -119,4 +120,7 @@ def main() -> None:
     except BrokenPipeError:  # who reads has read enough: `stretto matrix | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to be written at the end
         code = EXIT_PIPE
+    except KeyboardInterrupt:  # ends as Ctrl-C ends others, so that a script or a loop of the shell ends with it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     sys.exit(code)

@@ -23,7 +23,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal
@@ -57,6 +59,18 @@ class ZmqInbox:
                 commands.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 return commands
+
+
+@contextlib.contextmanager
+def deaf_children() -> Iterator[None]:
+    """Processes that are started inside hear neither SIGINT nor SIGTERM from their first instruction on: a Ctrl-C that
+    meets one within its imports would have it print where it was. What comes for this thread meanwhile comes later."""
+    resource_tracker.ensure_running()  # the first start would do so, and lift every block then
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_with_parent(parent_pid: int) -> None:
@@ -146,7 +160,8 @@ class EngineProcess:
             target=_child_main, args=(factory, address, os.getpid(), log_level, log_format), name="stretto engine")
 
     def start(self) -> None:
-        self.process.start()
+        with deaf_children():
+            self.process.start()
 
     def send(self, command: Command) -> None:
         """Never blocks. A command to an engine that has gone, or is just going, is dropped: its end is reported

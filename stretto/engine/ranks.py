@@ -14,7 +14,7 @@ import torch
 
 from stretto.device.ranks import FAILED, RanksDevice, RankShard, join_ranks, leave_ranks, serve_rank
 from stretto.device.streams import DeviceHalf, LocalDevice
-from stretto.engine.process import end_with_parent
+from stretto.engine.process import deaf_children, end_with_parent
 
 MakeDevice = Callable[[Any, RankShard], tuple[DeviceHalf, int]]
 """(what the engine was prepared with, the rank) -> (its device half, steps in flight); a function of a module."""
@@ -36,7 +36,8 @@ class Ranks:
             process = context.Process(target=_run, args=(os.getpid(), rank, ranks, self._folder, device_type, prepared,
                                                          make, fixed, there),
                                       name=f"stretto rank {rank}", daemon=True)
-            process.start()
+            with deaf_children():
+                process.start()
             there.close()
             self._processes.append(process)
             self._connections.append(here)

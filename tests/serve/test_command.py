@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -100,3 +101,51 @@ def test_refusals_come_home_from_the_engines_process():
     process = serve(str(STORIES), "--port", "0", "--speculation", "nonsense")
     said = process.communicate(timeout=90)[1]
     assert process.returncode == 3 and "refused: --speculation nonsense" in said and "Traceback" not in said, said
+
+
+def ctrl_c(process: subprocess.Popen[str], seconds: float) -> str:
+    """What a terminal does: the whole group of processes gets it. Returns what was said."""
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    return process.communicate(timeout=30)[1]
+
+
+def in_a_group(program: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True,
+                            start_new_session=True)
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="shared/data/models/stories260k is absent")
+@pytest.mark.parametrize("seconds", [0.05, 0.6])
+def test_ctrl_c_while_the_engine_starts_shows_nobodys_code(seconds: float):
+    """The engine's process imports for seconds, and would print where it was."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = in_a_group(MAIN, "serve", str(STORIES), "--port", str(port))
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
+            deadline = time.monotonic() + 60
+            while not serving(http, "starting the engine's process"):
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.02)
+        said = ctrl_c(process, seconds)
+        assert process.returncode == 0 and "stopped while starting" in said and "Traceback" not in said, said
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def serving(http: httpx.Client, word: str) -> bool:
+    try:
+        return word in http.get("/startupz").text
+    except httpx.TransportError:
+        return False
+
+
+def test_ctrl_c_in_any_command_ends_as_others_do():
+    program = ("import sys, time\nfrom stretto.cli import main\n"
+               "def sleep(*args): print('ready', file=sys.stderr, flush=True); time.sleep(60)\n"
+               "main.run_app = sleep\nmain.main()")
+    process = in_a_group(program)
+    assert process.stderr is not None and process.stderr.readline() == "ready\n"
+    assert ctrl_c(process, 0.1) == "" and process.returncode == -signal.SIGINT
