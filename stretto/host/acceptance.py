@@ -134,15 +134,28 @@ class Acceptance:
     @property
     def best(self) -> float:
         """Everybody's chance at the first place, of the kind that accepts more."""
-        return max(self.usual(sampled)[0] for sampled in (False, True))
+        return max(self._usual_first(sampled) for sampled in (False, True))
 
     def usual(self, sampled: bool = False) -> list[float]:
         """The chance at each place of all rows of a kind, given that those before it were accepted. A place that was
         hardly ever tried is believed to be like the one before it, a kind like the other one."""
-        other, kind = int(not sampled), int(sampled)
-        first = self._all_passed[other, :1].sum() + WEIGHT * FIRST_GUESS
-        rates, before = [], float(first / (self._all_tried[other, :1].sum() + WEIGHT))
-        for tried, passed in zip(self._all_tried[kind].tolist(), self._all_passed[kind].tolist()):
+        rates, before = [], self._guess(sampled)
+        for tried, passed in zip(self._all_tried[int(sampled)].tolist(), self._all_passed[int(sampled)].tolist()):
             before = (passed + WEIGHT * before) / (tried + WEIGHT)
             rates.append(before)
         return rates
+
+    def _guess(self, sampled: bool) -> float:
+        """The chance at the first place of a kind of which nothing is known: that of the other one."""
+        return _rate(self._all_tried, self._all_passed, int(not sampled), FIRST_GUESS)
+
+    def _usual_first(self, sampled: bool) -> float:
+        """`usual` at the first place."""
+        return _rate(self._all_tried, self._all_passed, int(sampled), self._guess(sampled))
+
+
+def _rate(tried: np.ndarray, passed: np.ndarray, kind: int, guess: float) -> float:
+    """Of a kind's first drafts, if there are any; [2, width]."""
+    if not tried.shape[1]:
+        return guess
+    return (float(passed[kind, 0]) + WEIGHT * guess) / (float(tried[kind, 0]) + WEIGHT)

@@ -49,9 +49,9 @@ class CopiesInFlight:
         """The next plan waits for what is being copied from or to this page."""
         self._ops.fence(self.plan_of(group, page))
 
-    def taken(self, group: int, page: int) -> None:
-        """The next plan may write this page, so it waits; nobody after it needs to."""
-        if self._plans:
+    def taken(self, group: int, pages: Iterable[int]) -> None:
+        """The next plan may write these pages, so it waits; nobody after it needs to."""
+        for page in pages if self._plans else ():
             self.wait_for(group, page)
             self._plans.pop((group, page), None)
 

@@ -84,12 +84,13 @@ class Ledger:
     def _take(self, group: int, n: int) -> list[int] | None:
         """Pages for cells that the next plan may write: it waits for what is being copied from or to them. Those that
         have been free longest, so that there is seldom something to wait for."""
-        if not self._free_up(group, n):
+        if len(self.free[group]) < n and not self._free_up(group, n):
             return None
-        pages = [self.free[group].popleft() for _ in range(n)]
+        free, is_free = self.free[group], self._is_free[group]
+        pages = [free.popleft() for _ in range(n)]
+        self._copies.taken(group, pages)
         for page in pages:
-            self._copies.taken(group, page)
-            self._is_free[group][page] = 0
+            is_free[page] = 0
         self.leased[group] += n
         return pages
 
@@ -380,13 +381,13 @@ class Ledger:
 
     def confirm(self, lease: Lease, seq: int, exact: int) -> None:
         """A result came: in order, once, and within what was reserved for it."""
-        if not lease.flight or lease.flight[0][0] != seq:
+        flight, lo = lease.flight, lease.lo
+        if not flight or flight[0][0] != seq:
             raise HostFault(f"the result of step {seq} is out of order, or not this turn's")
-        q_cap = lease.flight[0][1]
-        if not lease.lo <= exact <= min(lease.top, lease.lo + q_cap):
-            raise HostFault(f"a length of {exact} was reported; it must lie in"
-                            f" {lease.lo}..{min(lease.top, lease.lo + q_cap)}")
-        lease.flight.popleft()
+        q_cap = flight[0][1]
+        if not lo <= exact <= lo + q_cap or exact > lease.top:
+            raise HostFault(f"a length of {exact} was reported; it must lie in {lo}..{min(lease.top, lo + q_cap)}")
+        flight.popleft()
         lease.flying -= q_cap
         lease.lo = lease.draft_lo = exact
 
@@ -398,22 +399,23 @@ class Ledger:
         return self._share(lease, tokens)
 
     def _share(self, lease: Lease, tokens: Sequence[int]) -> list[Mapping]:
-        size, swaps = self.page_size, []
-        node = lease.nodes[-1] if lease.nodes else lease.root
-        for i in range(len(lease.nodes), min(lease.lo, len(tokens)) // size):
+        size, swaps = self.page_size, list[Mapping]()
+        nodes, tree = lease.nodes, self.tree
+        node = nodes[-1] if nodes else lease.root
+        for i in range(len(nodes), min(lease.lo, len(tokens)) // size):
             key = tuple(tokens[i * size : (i + 1) * size])
             found = node.children.get(key)
             if found is None:
                 own = [pages[i] for pages in lease.pages]
-                node = self.tree.grow(node, key, own)
-                for g, page in enumerate(own):
-                    self.leased[g] -= page != NULL_PAGE
+                node = tree.grow(node, key, own)
+                for g, pinned in enumerate(node.pins):
+                    self.leased[g] -= pinned
             else:
                 node = found
-                self.tree.refer(node)
+                tree.refer(node)
                 for g in self._groups:
                     swaps += self._share_page(lease, node, g, i)
-            lease.nodes.append(node)
+            nodes.append(node)
         return swaps
 
     def _share_page(self, lease: Lease, node: Node, group: int, index: int) -> list[Mapping]:

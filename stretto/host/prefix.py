@@ -28,6 +28,8 @@ from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from stretto.host.faults import need
 from stretto.wire import NULL_PAGE
 
@@ -41,31 +43,28 @@ Evicted = list[tuple[int, int]]  # (group, page)
 
 
 _NO_TAILS: Mapping[int, int] = MappingProxyType({})  # one for all nodes: few have any, and there are many nodes
-_NOT_SAVED = (NULL_PAGE,)
 _UNUSED: Rank = (0.0, 0)
 _NO_STAMPS: Sequence[Rank] = (_UNUSED,) * 64  # one for all nodes, as only window pages are unpinned one by one
 
 
-class Node:
+class Node(msgspec.Struct, eq=False):
     """One page of tokens below its parent. The key of a root is its salt; a root's parent is None."""
 
-    __slots__ = ("children", "depth", "hits", "key", "kids", "pages", "parent", "pins", "refs", "saved", "saved_kids",
-                 "serial", "stamps", "tails", "used")
-
-    def __init__(self, key: object, parent: Node | None, pages: list[int], serial: int):
-        self.key, self.parent, self.serial = key, parent, serial
-        self.depth: int = parent.depth + 1 if parent else 0
-        self.children: dict[tuple[int, ...], Node] = {}
-        self.pages = pages
-        self.pins = [0] * len(pages)  # leases that hold the page of each group
-        self.refs = 0  # leases whose path leads through this node
-        self.kids = 0  # children with a page on the device
-        self.hits = 0  # how often it was found
-        self.used: Rank = _UNUSED  # when the last reference went
-        self.stamps: Sequence[Rank] = _NO_STAMPS  # when the last pin of each group went, once one has
-        self.saved: Sequence[int] = _NOT_SAVED if len(pages) == 1 else _NOT_SAVED * len(pages)  # host pages: the same
-        self.saved_kids = 0  # children with a host page
-        self.tails = _NO_TAILS  # children that are less than a page: how many of each length
+    key: object
+    parent: Node | None
+    serial: int
+    depth: int
+    pages: list[int]  # of each group
+    pins: list[int]  # leases that hold the page of each group
+    saved: Sequence[int]  # host pages: of each group
+    refs: int = 0  # leases whose path leads through this node
+    kids: int = 0  # children with a page on the device
+    hits: int = 0  # how often it was found
+    used: Rank = _UNUSED  # when the last reference went
+    stamps: Sequence[Rank] = _NO_STAMPS  # when the last pin of each group went, once one has
+    saved_kids: int = 0  # children with a host page
+    children: dict[tuple[int, ...], Node] = {}
+    tails: Mapping[int, int] = _NO_TAILS  # children that are less than a page: how many of each length
 
 
 Entry = tuple[Rank, int, Node]  # (rank, serial, node)
@@ -77,6 +76,8 @@ class PrefixTree:
     def __init__(self, windows: Sequence[int | None], page_size: int):
         self.windows, self.page_size = tuple(windows), page_size
         n = len(self.windows)
+        self._not_saved = (NULL_PAGE,) * n  # one for all nodes
+        self._groups = range(n)
         self.held = [0] * n
         self.loose = [0] * n
         self._roots: dict[object, Node] = {}  # by salt, private ones by their serial number
@@ -128,14 +129,12 @@ class PrefixTree:
     def grow(self, parent: Node, key: tuple[int, ...], pages: list[int]) -> Node:
         """A child of whole pages that nobody has yet, with its page of every group (or NULL_PAGE), each pinned by the
         lease that brings them and leads through it: `child`, `refer` and `put` at once."""
-        node, held = Node(key, parent, pages, next(self._serials)), self.held
+        pins, held = [int(page != NULL_PAGE) for page in pages], self.held
+        node = Node(key, parent, next(self._serials), parent.depth + 1, pages, pins, self._not_saved, refs=1)
         need(parent.children.setdefault(key, node) is node, "a page of tokens is made twice")
-        node.refs = 1
-        for group, page in enumerate(pages):
-            if page != NULL_PAGE:
-                node.pins[group] = 1
-                held[group] += 1
-        parent.kids += any(pages)
+        for group in self._groups:
+            held[group] += pins[group]
+        parent.kids += 1 in pins
         return node
 
     def tokens_of(self, path: Sequence[Node]) -> int:
@@ -143,7 +142,8 @@ class PrefixTree:
         return (len(path) - 1) * self.page_size + len(path[-1].key) if path else 0  # type: ignore[arg-type]
 
     def _new_node(self, key: object, parent: Node | None) -> Node:
-        return Node(key, parent, [NULL_PAGE] * len(self.windows), next(self._serials))
+        n, depth = len(self.windows), parent.depth + 1 if parent else 0
+        return Node(key, parent, next(self._serials), depth, [NULL_PAGE] * n, [0] * n, self._not_saved)
 
     # ------------------------------------------------------------------------------------------- pages, references
     def put(self, node: Node, group: int, page: int) -> None:

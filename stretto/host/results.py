@@ -148,10 +148,10 @@ class Results:
         text = ""
         if turn.text is not None:
             read = new if ending is None else self._readable(turn, new, ending)
-            said, found, upto = turn.text.push(read, ending is not None)
-            text = said if request.want_text else ""
-            if found is not None:  # its place is before, or at, whatever ended the turn on the device
-                ending, new = (STOP, found), new[:upto]
+            delta = turn.text.push(read, ending is not None)
+            text = delta.text if request.want_text else ""
+            if delta.stop is not None:  # its place is before, or at, whatever ended the turn on the device
+                ending, new = (STOP, delta.stop), new[: delta.kept]
                 self._counters.host_stops += 1
         n = len(new)
         turn.tokens += new

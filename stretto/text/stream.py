@@ -13,13 +13,15 @@ No torch in this module, and nothing of the host half, which uses it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from stretto.params import SamplingParams
 from stretto.text.detokenize import Decoder
 
 
-class TextDelta(NamedTuple):
+class TextDelta(msgspec.Struct, gc=False):
     """What a push added. `stop`: the stop string that is now complete, else None. `kept`: how many of the pushed ids
     belong to the answer, that is up to and including the one that completes the stop; all of them if none does."""
 
