@@ -15,16 +15,21 @@ Nothing here reads a device value on the host, and a step in which no row has an
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from stretto.model.shard import Columns, Piece, modules_of
+from stretto.model.source import name_alone
+
+log = logging.getLogger(__name__)
 
 MARK = ("lora_A.weight", "lora_B.weight")
 PREFIX = "base_model.model."
@@ -152,59 +157,95 @@ class Delta:
 # ------------------------------------------------------------------------------------------------------------ files
 def read_adapter(path: Path) -> AdapterFile:
     """An adapter folder as PEFT saves it: adapter_config.json and adapter_model.safetensors. Raises AdapterError for
-    what is missing, or is more than low-rank changes of linear layers."""
+    what is missing or damaged, or is more than low-rank changes of linear layers."""
     config = _config(path)
-    tensors = path / "adapter_model.safetensors"
-    if not tensors.is_file():
-        raise AdapterError(f"{path} has no adapter_model.safetensors"
-                           + (": save it with safe_serialization=True; pickled weights are not read"
-                              if (path / "adapter_model.bin").is_file() else ""))
-    with safe_open(tensors, framework="pt") as file:
-        names = list(file.keys())
-        found = {name: file.get_tensor(name) for name in names}
     pairs: dict[str, list[torch.Tensor | None]] = {}
-    for name, tensor in found.items():
+    for name, tensor in _tensors(path).items():
         module, mark = _module_of(path, name)
         pairs.setdefault(module, [None, None])[mark] = tensor
     modules = {}
     for module, (a, b) in pairs.items():
-        if a is None or b is None or a.shape[0] != b.shape[1]:
+        if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not a.numel():
             raise AdapterError(f"{module} of the adapter {path} lacks one of its two matrices, or their ranks differ")
-        modules[module] = (a, b, _scale(config, module, a.shape[0]))
+        modules[module.removeprefix("model.")] = (a, b, _scale(config, module, a.shape[0]))
     if not modules:
         raise AdapterError(f"the adapter {path} changes nothing")
     return AdapterFile(path, max(a.shape[0] for a, _, _ in modules.values()), modules)
 
 
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    file = path / "adapter_model.safetensors"
+    if not file.is_file():
+        raise AdapterError(f"{path} has no adapter_model.safetensors"
+                           + (": save it with safe_serialization=True; pickled weights are not read"
+                              if (path / "adapter_model.bin").is_file() else ""))
+    try:
+        with safe_open(file, framework="pt") as opened:
+            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as e:
+        raise AdapterError(f"{file} ({file.stat().st_size} bytes) is truncated or damaged ({e}): fetch it again") from e
+    for name, tensor in found.items():
+        if not tensor.dtype.is_floating_point or not tensor.float().isfinite().all():
+            raise AdapterError(f"{name} of the adapter {path} holds what is no number, or infinite: it is damaged")
+    return found
+
+
+# What an adapter may ask for beyond low-rank changes, and why it is not served.
+_REFUSED = {
+    "use_dora": "DoRA changes norms of whole matrices", "modules_to_save": "it holds whole modules",
+    "fan_in_fan_out": "its matrices are transposed", "lora_bias": "it has biases",
+    "layer_replication": "it runs layers several times", "trainable_token_indices": "it changes embeddings",
+    "target_parameters": "it changes experts", "alora_invocation_tokens": "it acts behind certain tokens alone",
+    "arrow_config": "it is a mixture of adapters", "use_qalora": "its inputs are pooled",
+    "use_bdlora": "its matrices are made of blocks",
+}
+# What says nothing about the numbers that are served: where they came from, how they were trained and saved.
+_NEUTRAL = {
+    "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode",
+    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "bias",
+    "lora_dropout", "init_lora_weights", "layers_to_transform", "layers_pattern", "loftq_config", "eva_config",
+    "corda_config", "megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying", "qalora_group_size",
+    "lora_ga_config",
+}
+
+
 def _config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads((path / "adapter_config.json").read_text())
+        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise AdapterError(f"{path} is no adapter folder: adapter_config.json cannot be read ({e})") from e
-    if config.get("peft_type") != "LORA":
-        raise AdapterError(f"the adapter {path} is of type {config.get('peft_type')}; only LORA is served")
-    for key, why in (("use_dora", "DoRA changes norms of whole matrices"),
-                     ("modules_to_save", "it holds whole modules"), ("fan_in_fan_out", "its matrices are transposed"),
-                     ("lora_bias", "it has biases")):
-        if config.get(key):
-            raise AdapterError(f"the adapter {path} has {key} set: {why}, which is not served; merge it into the model")
-    if config.get("bias", "none") != "none":
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+        raise AdapterError(f"the adapter {path} is of type {kind}; only LORA is served")
+    for key, value in config.items():
+        if value and key in _REFUSED:
+            raise AdapterError(f"the adapter {path} has {key} set: {_REFUSED[key]}, which is not served; merge it into "
+                               "the model")
+        if value and key not in _NEUTRAL:
+            log.warning("the adapter %s has %s set (%.60r), which is not known and has no effect", path, key, value)
+    if config.get("bias") not in (None, "none"):
         raise AdapterError(f"the adapter {path} has bias {config['bias']!r}: trained biases are not served; merge it")
     return config
 
 
 def _module_of(path: Path, name: str) -> tuple[str, int]:
-    """("layers.0.self_attn.q_proj", 0 for A and 1 for B)."""
+    """("model.layers.0.self_attn.q_proj", 0 for A and 1 for B). Of an adapter of a multimodal model the name within
+    its text part."""
     for mark, end in enumerate(MARK):
         if name.endswith(f".{end}"):
-            return name.removeprefix(PREFIX).removeprefix("model.").removesuffix(f".{end}"), mark
+            module = name_alone(name.removeprefix(PREFIX).removesuffix(f".{end}"))
+            if module is not None:
+                return module, mark
+            raise AdapterError(f"the adapter {path} changes {name}, of what sees images; only text is served")
     raise AdapterError(f"the adapter {path} holds {name}; only lora_A and lora_B of linear layers are served")
 
 
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:
-    """alpha / r, or alpha / sqrt(r) with rslora (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
+    """alpha / r, or alpha / sqrt(r) with rslora (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732). A pattern is
+    a regular expression for the end of a module's name, and the first that fits counts, as in PEFT."""
     alpha = config.get("lora_alpha") or config.get("r") or rank
     for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if module == pattern or module.endswith(f".{pattern}"):
+        if re.match(rf"(.*\.)?({pattern})$", module):
             alpha = value
+            break
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -155,7 +155,7 @@ def text_part(source: WeightSource) -> WeightSource:
     decoder without its head, by those that it has within the whole model."""
     names = set(source.names())
     if any(name.startswith(("language_model.", "model.language_model.")) for name in names):
-        return Renamed(source, _name_alone)
+        return Renamed(source, name_alone)
     return Renamed(source, _name_within) if "embed_tokens.weight" in names else source
 
 
@@ -164,7 +164,8 @@ def _name_within(stored: str) -> str:
     return stored if stored.startswith("lm_head.") else f"model.{stored}"
 
 
-def _name_alone(stored: str) -> str | None:
+def name_alone(stored: str) -> str | None:
+    """The name within the text part of what a multimodal checkpoint calls so; None for what is no part of it."""
     for prefix, alone in _TEXT_PREFIXES:
         if stored.startswith(prefix):
             return alone + stored.removeprefix(prefix)
