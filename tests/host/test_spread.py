@@ -1,10 +1,11 @@
-"""Masks that take long are shared out, and nobody's mask changes by it."""
+"""Masks that take long are shared out, those of one place are made once, and nobody's mask changes by it."""
 
 from __future__ import annotations
 
 import random
-import time
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -124,15 +125,20 @@ def test_each_automaton_has_a_thread_as_far_as_there_are_threads(impatient, made
 
 
 def sleepy(monkeypatch, state: GrammarState, seconds: float) -> None:
-    """Masks of its automaton take so long, and so do those of all that are made in one call."""
+    """By a clock of its own: masks of its automaton take so long, and so do those of all that are made in one call."""
     fill, together, slow = MaskMaker._fill_row, MaskMaker._fill_together, state.matcher and state.automaton
+    clock = SimpleNamespace(now=0.0)
+
+    def wait(seconds: float) -> None:
+        clock.now += seconds
 
     def one(self, ask, start, memory):
-        time.sleep(seconds if ask.automaton == slow else 0)
+        wait(seconds if ask.automaton == slow else 0)
         fill(self, ask, start, memory)
 
+    monkeypatch.setattr(masks_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(MaskMaker, "_fill_row", one)
-    monkeypatch.setattr(MaskMaker, "_fill_together", lambda *args: (time.sleep(seconds), together(*args)))
+    monkeypatch.setattr(MaskMaker, "_fill_together", lambda *args: (wait(seconds), together(*args)))
 
 
 @pytest.mark.parametrize("timed", [1, 2])
@@ -232,3 +238,92 @@ def test_worlds_where_every_mask_takes_too_long(impatient, seed: int) -> None:
     """With drafts, late results, choices and retractions."""
     force = dict(GRAMMAR, drafter="ngram" if seed % 2 else "eagle", eager=False) | (TIGHT if seed > 3 else {})
     Harness(make_world(random.Random(seed), **force), seed).run(60)
+
+
+# ------------------------------------------------------------------------------------------------------ masks once made
+def with_keys(row: int, state: GrammarState, drafts: Sequence[int] = ()) -> MaskAsk:
+    return replace(ask(row, state), drafts=list(drafts), keys=state.keys(drafts), places=state.grammar.places)
+
+
+def test_rows_at_one_place_have_one_mask_made(made, monkeypatch) -> None:
+    """In the same step, and in a later one by another way; the masks are the matchers' own."""
+    calls, states, maker = noted(monkeypatch), started(made, WORDS, 6), MaskMaker(VOCAB, threads=4)
+    rng = random.Random(3)
+    for step in range(60):
+        mask, stuck = maker.make(step, 6, [with_keys(i, state) for i, state in enumerate(states)])
+        assert not stuck
+        for i, state in enumerate(states):
+            assert mask.bits[i].tobytes() == state.matcher.compute_bitmask()[: mask.bits[i].nbytes]
+            state.take([int(rng.choice(allowed(mask.bits[i])))])
+    rows = sum(len(rows) for _, rows, _ in calls)
+    assert maker.reused == 6 * 60 - rows and 0 < rows <= 6  # behind a digit, and behind one to five letters
+    maker.close()
+
+
+def test_windows_take_masks_as_far_as_their_drafts_lead(made, monkeypatch) -> None:
+    calls, (state,), maker = noted(monkeypatch), started(made, WORDS, 1), MaskMaker(VOCAB, threads=4)
+    encode, (other,) = Characters().encode_inside, started(made, WORDS, 1)
+    for text, known in (("AB1C", False), ("AB1C", True), ("AB1", True), ("A1", True), ("AB11", True), ("12", True),
+                        ("ABCDE2", False), ("ABCDEF2", True)):
+        calls.clear()
+        drafts = encode(text)
+        mask, stuck = maker.make(0, 1, [with_keys(0, state, drafts)])
+        assert not stuck and bool(calls) != known, text
+        fresh, _ = MaskMaker(VOCAB, threads=1).make(0, 1, [replace(ask(0, other), drafts=drafts)])
+        led = next((i for i in range(len(drafts)) if other.matcher.validate_tokens(drafts[: i + 1]) <= i), len(drafts))
+        assert mask.bits[: led + 1].tobytes() == fresh.bits[: led + 1].tobytes(), text
+    maker.close()
+
+
+def test_min_tokens_change_no_mask_that_is_kept(made) -> None:
+    """Of two rows at one place, one may not end yet."""
+    grammar = Grammar("regex", "[A-Z]{1,40}")
+    states, maker = started(made, grammar, 3), MaskMaker(VOCAB, threads=4)
+    for state in states:
+        state.take(Characters().encode_inside("AB"))
+    for step in range(2):
+        asks = [with_keys(i, state) for i, state in enumerate(states)]
+        asks[1] = replace(asks[1], withheld=1, stop_ids=[EOS])
+        mask, _ = maker.make(step, 3, asks)
+        assert [EOS in allowed(bits) for bits in mask.bits] == [True, False, True]
+    assert maker.reused == 2 + 3
+    maker.close()
+
+
+# -------------------------------------------------------------------------------------------------- bytes of automata
+def test_an_automaton_that_has_grown_gets_no_new_turns(made, monkeypatch) -> None:
+    monkeypatch.setattr(grammar_module, "BYTES_A_SECOND", 1000)
+    monkeypatch.setattr(grammar_module, "WORN_BYTES", 1500)
+    (state,), maker = started(made, HEX, 1), MaskMaker(VOCAB, threads=1)
+    known = state.grammar
+    maker.make(0, 1, [ask(0, state)])
+    assert list(maker.work) == [state.automaton] and 0 < maker.work[state.automaton] < 10
+    made.worked(state, 1.0)
+    assert started(made, HEX, 1)[0].grammar is known and known.size >= 1000
+    made.worked(state, 0.6)
+    (later,) = started(made, HEX, 1)
+    assert later.grammar is not known and later.keys([]) != state.keys([])
+    made.worked(state, 9.0)  # of a turn that still runs
+    assert started(made, HEX, 1)[0].grammar is later.grammar and state.take(Characters().encode_inside("AB")) is None
+    maker.close()
+
+
+def test_the_bytes_of_all_automata_are_bounded(made, monkeypatch) -> None:
+    monkeypatch.setattr(grammar_module, "SMALL_BYTES", 1)
+    monkeypatch.setattr(grammar_module, "BYTES_A_SECOND", 1000)
+    monkeypatch.setattr(grammar_module, "CACHED_BYTES", 3500)
+    bounded = [Grammar("regex", f"[A-Z]{{{n}}}") for n in range(30, 35)]
+    for grammar in bounded:
+        made.worked(started(made, grammar, 1)[0], 1.0)
+        assert sum(known.size for known in made._cache.values()) <= 3500 + 1000
+    made.state(bounded[4])
+    assert list(made._cache) == bounded[2:]
+    assert made.state(bounded[0]).grammar.size < 1000  # begun anew
+
+
+def test_masks_that_are_shared_out_count_as_work(impatient, made) -> None:
+    states, maker = started(made, WORDS, 3) + started(made, HEX, 1), MaskMaker(VOCAB, threads=2)
+    maker.make(0, 4, [ask(i, state) for i, state in enumerate(states)])
+    words, numbers = (maker.work[state.automaton] for state in (states[0], states[3]))
+    assert words == pytest.approx(3 * numbers) and set(maker.work) == {state.automaton for state in states}
+    maker.close()

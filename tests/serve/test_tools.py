@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from itertools import pairwise
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ import pytest
 
 from stretto.engine.build import grammars, text_streams
 from stretto.engine.core import EngineCore
-from stretto.params import SamplingParams
+from stretto.params import Grammar, SamplingParams
 from stretto.protocol import Request
+from stretto.serve import service as service_module
 from stretto.spec.ngram import NgramDrafter
+from stretto.text.grammar import check_grammar
 from tests.engine.small import Oracle, make_core
 from tests.serve.conftest import Api, events, make_api
 from tests.serve.fakes import EOS, ByteTokenizer, CoreOptions
@@ -305,25 +306,33 @@ async def test_the_engines_refusal_of_a_grammar_names_its_field(oracle: Oracle):
             assert (answer.status_code, error["param"], error["code"]) == (400, param, "invalid_grammar"), error
 
 
-async def test_costly_grammars_do_not_hold_up_a_neighbour(oracle: Oracle):
-    async with real(oracle) as api:
-        bombs = [{"guided_regex": "(c{1000}){1000}{1000}"}] * 8 + [
-            {"guided_json": {"type": "integer", "multipleOf": 1000003}}] * 2
+async def test_costly_grammars_do_not_hold_up_a_neighbour(oracle: Oracle, monkeypatch: pytest.MonkeyPatch):
+    """They are looked at on threads: the neighbour gets tokens in the midst of it, and all of its tokens while each
+    thread that looks at grammars is held."""
+    bombs = [{"guided_regex": "(c{1000}){1000}{1000}"}] * 8 + [
+        {"guided_json": {"type": "integer", "multipleOf": 1000003}}] * 2
+    tokens, midst, ended = 0, list[int](), threading.Event()
 
-        async def neighbour(rid: str, beside: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:
-            """The longest wait for one of its tokens, while something happens beside it."""
-            times: list[float] = []
-            task: asyncio.Future[Any] | None = None
-            async for _ in api.engine.generate(Request(rid=rid, tokens=[5, 9, 2], sampling=SamplingParams(
-                    max_tokens=150, ignore_eos=True, seed=1))):
-                times.append(time.perf_counter())
-                task = task or asyncio.ensure_future(beside())
-            return max(b - a for a, b in pairwise(times)), await task if task is not None else None
-        alone, _ = await neighbour("alone", lambda: asyncio.sleep(0))
-        gap, answers = await neighbour("neighbour", lambda: asyncio.gather(
-            *(api.complete("hi", max_tokens=3, **bomb) for bomb in bombs)))
-    assert all(answer.status_code == 400 for answer in answers)
-    assert gap < 0.5 + 2 * alone, f"the neighbour waited {gap:.3f} s; alone, on this machine now, {alone:.3f}"
+    def held(grammar: Grammar) -> None:
+        before = tokens
+        try:
+            check_grammar(grammar)
+        finally:
+            midst.append(tokens - before)
+            assert ended.wait(60), "the neighbour waits for a grammar"
+
+    monkeypatch.setattr(service_module, "check_grammar", held)
+    monkeypatch.setattr(service_module, "GRAMMAR_SECONDS", 300.0)
+    async with real(oracle) as api:
+        costly: list[asyncio.Task[Any]] = []
+        async for _ in api.engine.generate(Request(rid="neighbour", tokens=[5, 9, 2], sampling=SamplingParams(
+                max_tokens=150, ignore_eos=True, seed=1))):
+            tokens += 1
+            costly = costly or [asyncio.create_task(api.complete("hi", max_tokens=3, **bomb)) for bomb in bombs]
+        assert tokens > 100 and costly and not any(task.done() for task in costly)
+        ended.set()
+        assert all(answer.status_code == 400 for answer in await asyncio.gather(*costly))
+    assert len(midst) == len(bombs) and sum(midst) > 0, "no token came while llguidance looked at a grammar"
 
 
 async def test_bad_words_and_allowed_ids_hold_in_a_real_engine(oracle: Oracle):
