@@ -34,6 +34,7 @@ from stretto.host.states import KeptStates
 from stretto.host.tier import HostTier
 from stretto.host.turn import Turn
 from stretto.text.masks import MaskMaker
+from stretto.text.regex_places import RegexPlaces
 from stretto.wire import NEVER, STATE, Goal, Int, Moved, Seam
 from tests.host.fake_device import EVERY, FakeDevice
 from tests.host.harness import Harness, World, make_world
@@ -554,6 +555,15 @@ def ids_behind_the_grammars_end(m: Patch) -> None:
     wrapped(m, GrammarState, "take", take)
 
 
+def all_places_are_alike(m: Patch) -> None:
+    """The mask that was made first is taken for every place of its expression."""
+    m.setattr(RegexPlaces, "key", lambda self, place: (self._serial, 0, b""))
+
+
+def places_stay_behind(m: Patch) -> None:
+    wrapped(m, GrammarState, "_after", lambda f, self, place, token: place)
+
+
 def min_tokens_forgotten_by_a_grammar(m: Patch) -> None:
     wrapped(m, HostHalf, "_mask_ask", lambda f, self, row, turn, drafts: replace(
         f(self, row, turn, drafts), withheld=0))
@@ -832,6 +842,8 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None] | type[FakeDevice], dict]] = {
     "retraction_starts_the_grammar_again": (retraction_starts_the_grammar_again, dict(TIGHT, grammar_share=0.9)),
     "grammar_takes_ids_twice": (grammar_takes_ids_twice, GRAMMAR),
     "ids_behind_the_grammars_end": (ids_behind_the_grammars_end, dict(GRAMMAR, drafter="ngram", accept=1.0)),
+    "all_places_are_alike": (all_places_are_alike, GRAMMAR),
+    "places_stay_behind": (places_stay_behind, dict(GRAMMAR, drafter="ngram")),
     "min_tokens_forgotten_by_a_grammar": (min_tokens_forgotten_by_a_grammar, GRAMMAR),
     "forced_text_that_was_dropped": (forced_text_that_was_dropped, dict(GRAMMAR, drafter="eagle")),
     "tails_without_query": (TailsWithoutQuery, dict(SPEC, mixed=True, cap_policy="one_in_mixed")),
