@@ -182,8 +182,10 @@ class Ledger:
     def _longest(self, path: list[Node], has: Callable[[Node, int], bool]) -> list[Node]:
         """The longest part of a path that a query at its end can read: `has` says which pages are there. A tail needs
         its page of every group."""
-        full = [g for g in self._groups if self.windows[g] is None]
-        n = next((i for i, node in enumerate(path) if not all(has(node, g) for g in full)), len(path))
+        n = len(path)
+        for g in self._groups:
+            if self.windows[g] is None:
+                n = next((i for i, node in enumerate(path[:n]) if not has(node, g)), n)
         windows = [g for g in self._groups if self.windows[g] is not None]
         while n and not all(has(node, g) for g in windows
                             for node in path[self._hit_start(g, self.tree.tokens_of(path[:n])) : n]):
@@ -200,15 +202,15 @@ class Ledger:
         """References and pins on shared pages, from the window's start on in window groups."""
         start = self._hit_start if draft_lo == lo else self._window_start
         first = [min(start(g, lo), len(path)) for g in self._groups]
-        for node in (root, *path):
-            self.tree.refer(node)
+        self.tree.refer(root, *path)
+        pages = []
         for g in self._groups:
-            for node in path[first[g]:]:
-                if node.pages[g] != NULL_PAGE:
-                    self.tree.pin(node, g)
-        pages = [[NULL_PAGE] * first[g] + [n.pages[g] for n in path[first[g]:]] for g in self._groups]
+            held = path[first[g] :]
+            self.tree.pin_all(held, g)
+            pages.append([NULL_PAGE] * first[g] + [node.pages[g] for node in held])
         lease = Lease(root, list(path), pages, first, lo, top, draft_lo)
-        lease.away = [(g, i) for g in self._groups for i in range(first[g], len(path)) if pages[g][i] == NULL_PAGE]
+        if self.tier is not None or self._has_window:  # else nothing is shared that is not on the device
+            lease.away = [(g, i) for g in self._groups for i in range(first[g], len(path)) if pages[g][i] == NULL_PAGE]
         lease.arrives = self._copies.last_of((g, page) for g in self._groups for page in pages[g])
         return lease
 

@@ -104,16 +104,17 @@ class PrefixTree:
 
     def match(self, root: Node, tokens: Sequence[int], most: int) -> list[Node]:
         """Nodes of the longest known prefix of whole pages, `most` tokens at most, and the tail that continues it."""
-        size, node, path = self.page_size, root, []
-        for i in range(most // size):
-            child = node.children.get(tuple(tokens[i * size : (i + 1) * size]))
+        size, node, path = self.page_size, root, list[Node]()
+        ids = tuple(tokens[:most])  # slices of it are keys
+        for end in range(size, most + 1, size):
+            child = node.children.get(ids[end - size : end])
             if child is None:
                 break
             path.append(child)
             node = child
         at = len(path) * size
         for n in sorted(node.tails, reverse=True):
-            if at + n <= most and (tail := node.children.get(tuple(tokens[at : at + n]))) is not None:
+            if at + n <= most and (tail := node.children.get(ids[at : at + n])) is not None:
                 return [*path, tail]
         return path
 
@@ -161,6 +162,16 @@ class PrefixTree:
             self.loose[group] -= 1
         node.pins[group] += 1
 
+    def pin_all(self, nodes: Sequence[Node], group: int) -> None:
+        """Those of them that have a page of this group."""
+        loose = 0
+        for node in nodes:
+            if node.pages[group] != NULL_PAGE:
+                pins = node.pins
+                loose += pins[group] == 0
+                pins[group] += 1
+        self.loose[group] -= loose
+
     def unpin(self, node: Node, group: int) -> None:
         need(node.pins[group] > 0, "a page is unpinned twice")
         node.pins[group] -= 1
@@ -177,8 +188,9 @@ class PrefixTree:
         node.stamps = stamps
         self._push(self._window_pages[group], rank, node)
 
-    def refer(self, node: Node) -> None:
-        node.refs += 1
+    def refer(self, *nodes: Node) -> None:
+        for node in nodes:
+            node.refs += 1
 
     def unrefer(self, node: Node) -> None:
         """One lease fewer leads through this node; its pins must have gone before."""
@@ -206,7 +218,8 @@ class PrefixTree:
     def found(self, path: Sequence[Node]) -> None:
         """A sequence goes on from these nodes."""
         for node in path:
-            node.hits = min(max(node.hits, 0) + 1, MOST_HITS)
+            if (hits := node.hits) < MOST_HITS:
+                node.hits = hits + 1 if hits > 0 else 1
 
     def revive(self, node: Node) -> None:
         """Somebody may continue this state after all."""
