@@ -63,12 +63,13 @@ inline Floats halves(const uint8_t *from) {
 }
 
 // ------------------------------------------------------------------------------------------------------------ codes
-template <int BITS>
+// Some inputs' codes of a panel as factors of X: `[j]` is multiplied by the j-th of PARTS numbers of x, and `add`ed.
+template <int BITS, class X>
 struct Codes;
 
 template <>
-struct Codes<4> {
-    static constexpr int STEP = 8;  // inputs that lie together
+struct Codes<4, float> {
+    static constexpr int STEP = 8, PARTS = 8;  // inputs that lie together
     Words words;
     explicit Codes(const uint8_t *at) : words(load<Words>(at)) {}
     Floats operator[](int j) const {
@@ -79,25 +80,69 @@ struct Codes<4> {
         return __builtin_convertvector((Ints)((words >> (4 * j)) & 15u) - 8, Floats);
 #endif
     }
+    static Floats add(Floats code, float x, Floats sum) { return fma(code, all(x), sum); }
+};
+
+inline Floats bytes_of(const uint8_t *at) {
+#if defined(__AVX512F__)  // GCC 12 takes the conversion apart
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)load<Bytes>(at)));
+#else
+    return __builtin_convertvector(__builtin_convertvector(load<Bytes>(at), Ints), Floats);
+#endif
+}
+
+template <>
+struct Codes<8, float> {
+    static constexpr int STEP = 4, PARTS = 4;
+    const uint8_t *bytes;
+    explicit Codes(const uint8_t *at) : bytes(at) {}
+    Floats operator[](int j) const { return bytes_of(bytes + LANES * j); }
+    static Floats add(Floats code, float x, Floats sum) { return fma(code, all(x), sum); }
+};
+
+// Two inputs of a row in bfloat16, of eight the j-th and the one four behind it. Codes are exact in bfloat16, too, and
+// their products in float32: an instruction makes and adds two of them.
+using Pair = uint32_t;
+
+#if defined(__AVX512BF16__)
+using Input = Pair;  // how rows in bfloat16 are multiplied
+
+inline Floats add_pairs(Words codes, Pair x, Floats sum) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)codes, (__m512bh)_mm512_set1_epi32(int(x)));
+}
+
+template <>
+struct Codes<4, Pair> {
+    static constexpr int STEP = 8, PARTS = 4;
+    Words words;
+    explicit Codes(const uint8_t *at) : words(load<Words>(at)) {}
+    Words operator[](int j) const {  // this permutation looks at five bits: the numbers stand there twice
+        alignas(64) static constexpr uint16_t NUMBERS[32] = {
+            0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080,
+            0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80,
+            0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+        return (Words)_mm512_permutexvar_epi16((__m512i)(words >> (4 * j)), _mm512_load_si512(NUMBERS));
+    }
+    static Floats add(Words codes, Pair x, Floats sum) { return add_pairs(codes, x, sum); }
 };
 
 template <>
-struct Codes<8> {
-    static constexpr int STEP = 4;
+struct Codes<8, Pair> {
+    static constexpr int STEP = 8, PARTS = 4;
     const uint8_t *bytes;
     explicit Codes(const uint8_t *at) : bytes(at) {}
-    Floats operator[](int j) const {
-#if defined(__AVX512F__)  // GCC 12 takes the conversion apart
-        return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)load<Bytes>(bytes + LANES * j)));
-#else
-        return __builtin_convertvector(__builtin_convertvector(load<Bytes>(bytes + LANES * j), Ints), Floats);
-#endif
+    Words operator[](int j) const {
+        return (Words)bytes_of(bytes + LANES * j) >> 16 | ((Words)bytes_of(bytes + LANES * (j + 4)) & 0xffff0000u);
     }
+    static Floats add(Words codes, Pair x, Floats sum) { return add_pairs(codes, x, sum); }
 };
+#else
+using Input = float;
+#endif
 
 }  // namespace
 
-// As `NativeMatrix` in packed.py.
+// As `_Matrix` in packed.py.
 struct Matrix {
     const uint8_t *data;
     int64_t outputs, inputs, group;
@@ -111,24 +156,26 @@ struct Matrix {
 
 namespace {
 
+template <class X>
 struct Rows {
-    const float *x;     // a block of `count` rows: [inputs, count]
+    const X *x;         // a block of `count` rows: [inputs or pairs of them, count]
     const float *sums;  // over the inputs of each group: [groups, count]
 };
 
 // What ROWS rows have of a panel so far. Arrays are indexed by numbers that are known when this is compiled, and stay in
 // registers.
-template <int BITS, int ROWS>
+template <int BITS, int ROWS, class X>
 struct Sums {
+    using Code = Codes<BITS, X>;
     Floats even[ROWS] = {}, odd[ROWS] = {}, total[ROWS] = {};
 
-    void take(const uint8_t *codes, const float *x) {  // Codes::STEP inputs
-        const Codes<BITS> code(codes);
+    void take(const uint8_t *codes, const X *x) {  // Code::STEP inputs
+        const Code code(codes);
 #pragma GCC unroll 8
-        for (int j = 0; j < Codes<BITS>::STEP; j += 2) {
-            const Floats first = code[j], second = code[j + 1];
-            for (int r = 0; r < ROWS; ++r) even[r] = fma(first, all(x[j * ROWS + r]), even[r]);
-            for (int r = 0; r < ROWS; ++r) odd[r] = fma(second, all(x[(j + 1) * ROWS + r]), odd[r]);
+        for (int j = 0; j < Code::PARTS; j += 2) {
+            const auto first = code[j], second = code[j + 1];
+            for (int r = 0; r < ROWS; ++r) even[r] = Code::add(first, x[j * ROWS + r], even[r]);
+            for (int r = 0; r < ROWS; ++r) odd[r] = Code::add(second, x[(j + 1) * ROWS + r], odd[r]);
         }
     }
 
@@ -146,21 +193,23 @@ struct Sums {
 };
 
 // ROWS rows by a panel -> totals [ROWS]
-template <int BITS, int ROWS>
-void tile(const Matrix &m, const uint8_t *at, const Rows &rows, Floats *totals) {
-    constexpr int STEP = Codes<BITS>::STEP;
-    Sums<BITS, ROWS> made;
-    const float *x = rows.x, *sums = rows.sums;
+template <int BITS, int ROWS, class X>
+void tile(const Matrix &m, const uint8_t *at, const Rows<X> &rows, Floats *totals) {
+    using Code = Codes<BITS, X>;
+    Sums<BITS, ROWS, X> made;
+    const X *x = rows.x;
+    const float *sums = rows.sums;
     const int64_t head = (1 + m.offsets) * m.scale_bytes(), bytes = m.group_bytes();
     for (const uint8_t *end = at + m.panel_bytes(); at < end; at += bytes, sums += ROWS) {
-        for (int64_t i = head; i < bytes; i += LANES * STEP * BITS / 8, x += STEP * ROWS) made.take(at + i, x);
+        for (int64_t i = head; i < bytes; i += LANES * Code::STEP * BITS / 8, x += Code::PARTS * ROWS)
+            made.take(at + i, x);
         made.close(m, at, sums);
     }
     std::memcpy(totals, made.total, sizeof(made.total));
 }
 
-template <int BITS>
-void tile_of(int count, const Matrix &m, const uint8_t *at, const Rows &rows, Floats *totals) {
+template <int BITS, class X>
+void tile_of(int count, const Matrix &m, const uint8_t *at, const Rows<X> &rows, Floats *totals) {
     switch (count) {
         case 1: return tile<BITS, 1>(m, at, rows, totals);
         case 2: return tile<BITS, 2>(m, at, rows, totals);
@@ -188,15 +237,24 @@ inline void narrow(float x, uint16_t *to) {  // to the nearest, ties to even
     *to = x != x ? 0x7fc0 : uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 
+inline void place(const float *x, int64_t i, int count, float *to) { to[i * count] = x[i]; }
+inline void place(const uint16_t *x, int64_t i, int count, float *to) { to[i * count] = widen(x[i]); }
+inline void place(const uint16_t *x, int64_t i, int count, Pair *to) {
+    if (i % 8 < 4) to[(i / 8 * 4 + i % 4) * count] = Pair(x[i]) | Pair(x[i + 4]) << 16;
+}
+
 // `count` rows of x, from `row` on, as the kernels read them.
-template <class T>
-void arrange(const Matrix &m, const T *x, int64_t stride, int64_t row, int count, float *to, float *sums) {
+template <class T, class X>
+void arrange(const Matrix &m, const T *x, int64_t stride, int64_t row, int count, X *to, float *sums) {
     for (int r = 0; r < count; ++r) {
         const T *from = x + (row + r) * stride;
         for (int64_t g = 0; g < m.groups(); ++g) {
             float part[LANES] = {};
             for (int64_t i = g * m.group; i < (g + 1) * m.group; i += LANES)
-                for (int l = 0; l < LANES; ++l) part[l] += to[(i + l) * count + r] = widen(from[i + l]);
+                for (int l = 0; l < LANES; ++l) {
+                    part[l] += widen(from[i + l]);
+                    place(from, i + l, count, to + r);
+                }
             for (int width = LANES / 2; width; width /= 2)
                 for (int l = 0; l < width; ++l) part[l] += part[l + width];
             sums[g * count + r] = part[0];
@@ -226,8 +284,10 @@ struct Out {
     }
 };
 
-template <class X, class T>
-void multiply(const Matrix &m, const X *x, int64_t stride, int64_t rows, const Out<T> &out, int threads) {
+// X: in which form rows are multiplied
+template <class X, class In, class T>
+void multiply(const Matrix &m, const In *x, int64_t stride, int64_t rows, const Out<T> &out, int threads) {
+    static_assert(sizeof(X) == sizeof(float), "both stand in one room");
     static thread_local std::vector<float> room;
     const int64_t panels = m.outputs / LANES, blocks = (rows + MOST - 1) / MOST;
     const int64_t length = m.inputs + m.groups();
@@ -237,7 +297,7 @@ void multiply(const Matrix &m, const X *x, int64_t stride, int64_t rows, const O
         const int64_t row = b * MOST;
         const int count = int(rows - row < MOST ? rows - row : MOST);
         float *to = arranged + row * length;
-        arrange(m, x, stride, row, count, to, to + count * m.inputs);
+        arrange(m, x, stride, row, count, reinterpret_cast<X *>(to), to + count * m.inputs);
     });
     const int64_t grain = panels / (8 * threads) + 1;  // panels that a thread takes at a time
     for_each((panels + grain - 1) / grain, threads, [&](int64_t task) {
@@ -247,8 +307,8 @@ void multiply(const Matrix &m, const X *x, int64_t stride, int64_t rows, const O
                 const int count = int(rows - row < MOST ? rows - row : MOST);
                 const float *from = arranged + row * length;
                 Floats totals[MOST];
-                (m.bits == 4 ? tile_of<4> : tile_of<8>)(count, m, m.data + p * m.panel_bytes(),
-                                                        {from, from + count * m.inputs}, totals);
+                const Rows<X> block{reinterpret_cast<const X *>(from), from + count * m.inputs};
+                (m.bits == 4 ? tile_of<4, X> : tile_of<8, X>)(count, m, m.data + p * m.panel_bytes(), block, totals);
                 for (int r = 0; r < count; ++r) out.store(row + r, p * LANES, totals[r]);
             }
     });
@@ -260,16 +320,17 @@ void multiply(const Matrix &m, const X *x, int64_t stride, int64_t rows, const O
 // and bias are bfloat16, else float32. bias: null for none.
 EXPORT void multiply_rows(const Matrix *m, const void *x, int64_t x_stride, int64_t rows, void *out, int64_t out_stride,
                           const void *bias, int half, int add, int threads) {
-    auto run = [&](auto *from, auto *to) {
+    auto run = [&](auto form, auto *from, auto *to) {
         using T = std::remove_pointer_t<decltype(to)>;
-        multiply(*m, from, x_stride, rows, Out<T>{to, out_stride, static_cast<const T *>(bias), add != 0}, threads);
+        const Out<T> into{to, out_stride, static_cast<const T *>(bias), add != 0};
+        multiply<decltype(form)>(*m, from, x_stride, rows, into, threads);
     };
-    auto into = [&](auto *from) {
-        if (half & 2) run(from, static_cast<uint16_t *>(out));
-        else run(from, static_cast<float *>(out));
+    auto from = [&](auto *to) {
+        if (half & 1) run(Input{}, static_cast<const uint16_t *>(x), to);
+        else run(0.0f, static_cast<const float *>(x), to);
     };
-    if (half & 1) into(static_cast<const uint16_t *>(x));
-    else into(static_cast<const float *>(x));
+    if (half & 2) from(static_cast<uint16_t *>(out));
+    else from(static_cast<float *>(out));
 }
 
 // codes as `ops.packed.Packed` has them, scales and offsets [outputs, groups] in the matrix's type, offsets null for
