@@ -35,6 +35,11 @@ class Browser:
     def open(self, url: str) -> None:
         self._post("/url", url=url)
 
+    def resize(self, width: int, height: int) -> None:
+        """The size of the page; windows of their own are wider."""
+        self._post("/goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride",
+                   params={"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500})
+
     def run(self, script: str, *arguments: Any) -> Any:
         """What a piece of JavaScript returns."""
         return self._post("/execute/sync", script=script, args=list(arguments))

@@ -92,6 +92,83 @@ def test_chat_streams_and_colours_tokens(window: Browser, server: Program):
     assert window.complaints() == []
 
 
+CODE = "First:\n```python\nif x:\n    y = 1  # ```\n```\nthen `z`."
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_code_is_set_as_code(window: Browser, server: Program):
+    window.open(f"http://127.0.0.1:{server.port}/")
+    window.until("return document.querySelector('#state').className.includes('up')")
+    for text, code, after in ((CODE, "if x:\n    y = 1  # ```\n", "fence"), ("```\na\n```", "a\n", "fence"),
+                              ("no ``` fence", None, None), ("```js\nnever closed", "never closed", None)):
+        ask(window, f"say:{text}")
+        assert answer(window) == text, "nothing is lost, so that it can be copied"
+        shown = window.run("const code = [...document.querySelectorAll('.assistant')].at(-1).querySelector('pre');"
+                           "return code && [code.textContent, code.nextSibling && code.nextSibling.className,"
+                           "getComputedStyle(code).fontFamily]")
+        assert shown == (code and [code, after, "ui-monospace, monospace"])
+    keep(window, "code")
+
+
+REASONED = """
+const modules = Promise.all([import('/page/tokens.js'), import('/page/answer.js')]);
+return modules.then(([{ TokenPainter }, { AnswerText }]) => {
+  const bytes = (text) => [...new TextEncoder().encode(text)];
+  const chunk = (delta, ...tokens) => ({ choices: [{ delta, logprobs: { content: tokens.map(
+    (token) => ({ token, bytes: bytes(token), logprob: 0 })) } }], usage: null });
+  const body = document.createElement('div'), all = document.createElement('div');
+  all.append(body);
+  const painter = new TokenPainter(), text = new AnswerText(body);
+  for (const one of [chunk({}, '<think>'), chunk({ reasoning_content: 'hm ' }, 'hm '),
+                     chunk({ reasoning_content: 'so' }, 'so', '</think>'), chunk({ content: 'Yes.' }, 'Yes', '.')]) {
+    const { thought, said } = painter.paint(one);
+    thought.forEach((piece) => text.think(piece));
+    said.forEach((piece) => text.say(piece));
+  }
+  const details = all.querySelector('details');
+  return [details.textContent, details.open, body.textContent, body.querySelectorAll('span').length];
+});"""
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_reasoning_is_shown_apart_and_keeps_its_tokens(window: Browser, server: Program):
+    window.open(f"http://127.0.0.1:{server.port}/")
+    assert window.run(REASONED) == ["reasoninghm so", False, "Yes.", 2]
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_narrow_windows_scroll_nothing_sideways(window: Browser, server: Program):
+    window.open(f"http://127.0.0.1:{server.port}/")
+    window.until("return document.querySelector('#state').className.includes('up')")
+    window.resize(390, 800)
+    try:
+        ask(window, f"say:{'x' * 300} ```")
+        for view in ("chat", "live", "config"):
+            window.click(f"[data-view={view}]")
+            wide, room, cards = window.run("return [document.documentElement.scrollWidth, innerWidth, Math.max(0, "
+                                           "...[...document.querySelectorAll('.card')].map(x => x.offsetWidth))]")
+            assert wide <= room and cards <= room, view
+            keep(window, f"narrow-{view}")
+    finally:
+        window.resize(1200, 900)
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_a_server_that_is_gone_is_told(window: Browser):
+    with program() as gone:
+        gone.until("/readyz", 200)
+        window.open(f"http://127.0.0.1:{gone.port}/")
+        window.until("return document.querySelector('#state').className.includes('up')")
+    window.until("return document.querySelector('#state').innerText.includes('does not answer')")
+    ask(window, "hello")
+    assert window.text(".message.failed .about") == "the server does not answer"
+    window.complaints()  # of connections that were refused
+
+
 @needs_chromium
 @pytest.mark.slow
 def test_the_conversation_goes_on_and_can_be_stopped_and_cleared(window: Browser, server: Program):

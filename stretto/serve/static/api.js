@@ -18,7 +18,9 @@ export async function call(path, options = {}) {
   const headers = { ...(options.headers || {}) };
   if (key) headers.Authorization = `Bearer ${key}`;
   if (options.body) headers["Content-Type"] = "application/json";
-  const answer = await fetch(path, { ...options, headers });
+  const answer = await fetch(path, { ...options, headers }).catch((error) => {
+    throw error.name === "AbortError" ? error : new ApiError(0, "the server does not answer");
+  });
   if (!answer.ok) {
     const text = await answer.text();
     let message = text || answer.statusText;
@@ -35,7 +37,9 @@ export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : new ApiError(0, "the connection was lost");
+    });
     if (done) throw new ApiError(0, "the stream ended early");
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();

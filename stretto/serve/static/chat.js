@@ -1,5 +1,6 @@
 // The conversation: asks, shows the answer as it comes, says how fast it was and what drafts did.
 
+import { AnswerText } from "./answer.js";
 import { call, events } from "./api.js";
 import { TokenPainter } from "./tokens.js";
 
@@ -46,6 +47,7 @@ async function ask(model) {
   const conversation = history;
   show("user").body.textContent = text;
   const shown = show("assistant");
+  window.scrollTo(0, document.body.offsetHeight);
   running = new AbortController();
   $("send").disabled = true;
   $("stop").disabled = false;
@@ -77,29 +79,29 @@ async function stream(model, messages, shown, signal) {
   const started = performance.now();
   const answer = await call("v1/chat/completions", { method: "POST", body: request(model, messages), signal });
   const painter = new TokenPainter();
+  const text = new AnswerText(shown.body);
   let first = 0, usage = null, reason = "", content = "";
   for await (const chunk of events(answer)) {
-    if (!first && chunk.choices[0]?.delta?.content) first = performance.now();
+    const delta = chunk.choices[0]?.delta;
+    if (!first && (delta?.content || delta?.reasoning_content)) first = performance.now();
     usage = chunk.usage || usage;
     reason = chunk.choices[0]?.finish_reason || reason;
-    content += chunk.choices[0]?.delta?.content || "";
-    for (const piece of painter.paint(chunk)) append(shown.body, piece);
+    content += delta?.content || "";
+    const { thought, said } = painter.paint(chunk);
+    for (const piece of thought) text.think(piece);
+    for (const piece of said) text.say(piece);
+    if (usage?.speculation?.drafted_tokens) $("legend").hidden = false;
     shown.about.textContent = summary(usage, first - started, performance.now() - started, reason);
-    if (window.innerHeight + window.scrollY > document.body.offsetHeight - 120) window.scrollTo(0, document.body.offsetHeight);
+    follow();
   }
+  text.end();
+  follow();
   return { role: "assistant", content };
 }
 
-function append(body, [text, kind, title]) {
-  if (kind === "own" && !title) {
-    body.append(text);
-    return;
-  }
-  const span = document.createElement("span");
-  span.className = kind;
-  span.title = title;
-  span.textContent = text;
-  body.append(span);
+// Stays at the end, unless the reader has gone up.
+function follow() {
+  if (window.innerHeight + window.scrollY > document.body.offsetHeight - 120) window.scrollTo(0, document.body.offsetHeight);
 }
 
 function perSecond(tokens, all) {

@@ -12,12 +12,11 @@ export class TokenPainter {
     this.waiting = []; // [text, kind, title]
   }
 
-  // -> [[text, kind, title], ...] of what the chunk adds to the answer
+  // -> what the chunk adds to the reasoning and to the answer: { thought, said }, each [[text, kind, title], ...]
   paint(chunk) {
     const choice = chunk.choices[0];
-    const text = choice?.delta?.content || "";
     this.#collect(choice?.logprobs?.content || [], chunk.usage?.speculation);
-    return text ? this.#take(text) : [];
+    return { thought: this.#take(choice?.delta?.reasoning_content || ""), said: this.#take(choice?.delta?.content || "") };
   }
 
   #collect(entries, now) {
@@ -49,8 +48,8 @@ export class TokenPainter {
         out.push([left, kind, title]);
         this.waiting[0] = [piece.slice(left.length), kind, title];
         left = "";
-      } else { // the text is not that of the tokens (special tokens, for one): shown plainly
-        this.waiting = [];
+      } else { // a token without text of its own here, such as one that ends the reasoning
+        this.waiting.shift();
       }
     }
     if (left) out.push([left, "own", ""]);
