@@ -235,7 +235,7 @@ class Ledger:
         if used:
             self.tree.supersede(tail)
         for g in lease.tail_pins:
-            self.tree.unpin(tail, g)
+            self.tree.unpin([tail], g)
         lease.tail_pins.clear()
         self.tree.unrefer(tail)
 
@@ -499,7 +499,7 @@ class Ledger:
         if page == NULL_PAGE:
             return
         if index < len(lease.nodes):
-            self.tree.unpin(lease.nodes[index], group)
+            self.tree.unpin([lease.nodes[index]], group)
         else:
             self._give(group, page)
 
@@ -597,8 +597,7 @@ class Ledger:
         keep = -(-reach // self.page_size)
         self._supersede(lease, -(-n // self.page_size))
         self._cut(lease, keep)
-        for node in reversed(lease.nodes[keep:]):
-            self.tree.unrefer(node)
+        self.tree.unrefer(*reversed(lease.nodes[keep:]))
         del lease.nodes[keep:]
         return reach
 
@@ -614,9 +613,13 @@ class Ledger:
         self._cut(lease, keep)
 
     def _cut(self, lease: Lease, keep: int) -> None:
+        shared = lease.nodes[keep:]
         for g in self._groups:
-            for i in range(keep, len(lease.pages[g])):
-                self._let_go(lease, g, i)
+            pages = lease.pages[g][keep:]
+            self.tree.unpin([node for node, page in zip(shared, pages) if page != NULL_PAGE], g)
+            for page in pages[len(shared) :]:
+                if page != NULL_PAGE:
+                    self._give(g, page)
             del lease.pages[g][keep:]
             lease.first[g] = min(lease.first[g], keep)
 
@@ -629,8 +632,7 @@ class Ledger:
             self._supersede(lease, -(-useful // self.page_size))
         self._let_tail_go(lease, used=False)
         self._cut(lease, 0)
-        for node in reversed(lease.nodes):
-            self.tree.unrefer(node)
+        self.tree.unrefer(*reversed(lease.nodes))
         lease.nodes.clear()
         self._leave(lease.root)
 

@@ -22,7 +22,7 @@ goes. States that nobody will continue (a rewound turn, a replaced history) go b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 from types import MappingProxyType
@@ -164,22 +164,24 @@ class PrefixTree:
 
     def pin_all(self, nodes: Sequence[Node], group: int) -> None:
         """Those of them that have a page of this group."""
-        loose = 0
         for node in nodes:
             if node.pages[group] != NULL_PAGE:
                 pins = node.pins
-                loose += pins[group] == 0
+                if pins[group] == 0:
+                    self.loose[group] -= 1
                 pins[group] += 1
-        self.loose[group] -= loose
 
-    def unpin(self, node: Node, group: int) -> None:
-        need(node.pins[group] > 0, "a page is unpinned twice")
-        node.pins[group] -= 1
-        if node.pins[group]:
-            return
-        self.loose[group] += 1
-        if self.windows[group] is not None:
-            self._stamp(node, group)
+    def unpin(self, nodes: Iterable[Node], group: int) -> None:
+        """The page of each of them."""
+        window = self.windows[group] is not None
+        for node in nodes:
+            left = node.pins[group] - 1
+            need(left >= 0, "a page is unpinned twice")
+            node.pins[group] = left
+            if left == 0:
+                self.loose[group] += 1
+                if window:
+                    self._stamp(node, group)
 
     def _stamp(self, node: Node, group: int) -> None:
         """A window page may be evicted next."""
@@ -192,15 +194,17 @@ class PrefixTree:
         for node in nodes:
             node.refs += 1
 
-    def unrefer(self, node: Node) -> None:
-        """One lease fewer leads through this node; its pins must have gone before."""
-        need(node.refs > 0, "a node is unreferred twice")
-        node.refs -= 1
-        if node.refs == 0:
-            node.used = self._rank(node)
-            if self.tier is not None:
-                self.tier.note(node)
-            self.settle(node)
+    def unrefer(self, *nodes: Node) -> None:
+        """One lease fewer leads through these nodes, the last of a path first; its pins must have gone before."""
+        for node in nodes:
+            refs = node.refs
+            need(refs > 0, "a node is unreferred twice")
+            node.refs = refs - 1
+            if refs == 1:
+                node.used = self._rank(node)
+                if self.tier is not None:
+                    self.tier.note(node)
+                self.settle(node)
 
     def _rank(self, node: Node) -> Rank:
         self._clock += 1
