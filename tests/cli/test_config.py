@@ -257,6 +257,28 @@ def test_packed_weights_count_as_what_they_take():
     assert small.dtype == "float32", "small models are exact and fast as they are"
 
 
+def test_native_kernels_keep_weights_packed_in_float32():
+    found = replace(SMALL, parameters=2_000_000_000, packed_bytes=(("cpu", GIB),), exact_packed_bytes=GIB + 4)
+    exact = resolve(Config(), facts(model=found))
+    assert exact.dtype == "float32" and exact.memory.weights == GIB + 4
+    assert "as float32 all would take" in decision(exact, "quantised weights").why
+    half = resolve(Config(model=ModelSection(dtype="float16")), facts(model=found))
+    assert half.memory.weights == 4_000_000_000
+    assert "stay packed with --dtype float32 and bfloat16" in decision(half, "quantised weights").why
+    fixed = resolve(Config(model=ModelSection(deterministic=True)), facts(model=found))
+    assert fixed.memory.weights == GIB + 4, "they have one order of sums as it is"
+
+
+def test_which_native_kernels_there_are_is_told():
+    why = "there is no C++ compiler; install one"
+    assert decision(resolve(Config(), facts(replace(CPU, kernels=("a", "b")))), "native kernels").now == "a, b"
+    some = decision(resolve(Config(), facts(replace(CPU, kernels=("a",), missing=(("b", why),)))), "native kernels")
+    assert (some.now, some.why) == ("a", f"without b: {why}")
+    none = decision(resolve(Config(), facts(replace(CPU, missing=(("a", why), ("b", why))))), "native kernels")
+    assert (none.now, none.why) == ("none", f"without a, b: {why}")
+    assert all(d.feature != "native kernels" for d in resolve(Config(), facts(GPU)).decisions)
+
+
 def test_an_8_bit_cache_holds_nearly_twice_the_tokens():
     found = replace(SMALL, kv_groups=(KVGroupFacts(None, 11520, 180),))
     asked = Config(kv=KVSection(kv_memory=64 * MIB, kv_cache_dtype="fp8_e4m3"))
