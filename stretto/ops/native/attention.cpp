@@ -8,8 +8,9 @@
 //     work               (row, KV head, up to 48 lines), and each span by itself where that is too little for the threads
 //
 // So what a line becomes depends on its position and on the cells it sees: not on the lines, rows and chunks beside it,
-// on the pages, or on the threads. Scores are made for 32 cells at a time, of keys that are turned so that a lane is a
-// cell; weighted sums have features as lanes and go over the cells one after another.
+// on the pages, or on the threads. A score is four sums, of every fourth feature, added up in pairs; keys of 16 cells are
+// laid out so that a vector holds four features of four cells. Weighted sums have features as lanes and go over the
+// cells one after another.
 #include "heads.h"
 
 #include <algorithm>
@@ -21,7 +22,6 @@ using namespace stretto;
 namespace {
 
 constexpr int SPAN = 256;   // cells
-constexpr int BLOCK = 32;   // cells whose keys are turned at a time
 constexpr int LINES = 48;   // of a piece of work
 constexpr int WIDE = 4;     // lines that are computed together
 constexpr float NOTHING = -3.4e38f;
@@ -66,6 +66,11 @@ struct Places {
     }
 };
 
+template <class T>
+inline void ahead(const T *from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + i);
+}
+
 // Cells of one KV head as floats.
 template <class T>
 struct Cells {
@@ -74,6 +79,9 @@ struct Cells {
     Cells(const Layer &layer, const void *cache, const uint8_t *, int64_t head)
         : cache(static_cast<const T *>(cache) + head * layer.head_dim) {}
     float scale(const Places &, int64_t) const { return 1; }
+    void fetch(const Places &places, int64_t cell, int64_t features) const {
+        ahead(cache + places.at[cell], features);
+    }
     Floats read(const Places &places, int64_t cell, float, int64_t feature, int64_t count) const {
         return load(cache + places.at[cell] + feature, count);
     }
@@ -92,68 +100,75 @@ struct Cells<e4m3> {
     float scale(const Places &places, int64_t cell) const {
         return power_of_two(scales[places.number[cell] * heads + head]);
     }
+    void fetch(const Places &places, int64_t cell, int64_t features) const {
+        ahead(cache + places.at[cell], features);
+    }
     Floats read(const Places &places, int64_t cell, float scale, int64_t feature, int64_t count) const {
         return load(cache + places.at[cell] + feature, count) * scale;
     }
 };
 
 // ------------------------------------------------------------------------------------------------------------ scores
-// Turns 16 rows of 16 numbers: lane j of x[i] goes to lane i of x[j]. Four rounds, each of which changes one bit of
-// (row, lane) for the other.
-inline void turn(Floats x[LANES]) {
-    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int bit = 1; bit < LANES; bit *= 2) {
-        const Ints kept = lanes & bit;  // lanes whose own bit is set come of the other row
-        const Ints first = kept ? (lanes - bit) | 16 : lanes, second = kept ? lanes | 16 : lanes + bit;
-        for (int i = 0; i < LANES; ++i) {
-            if (i & bit) continue;
-            const Floats a = x[i], b = x[i | bit];
-            x[i] = __builtin_shuffle(a, b, first);
-            x[i | bit] = __builtin_shuffle(a, b, second);
-        }
-    }
+// Four rows of four blocks of four numbers: block j of x[i] goes to block i of x[j].
+inline void turn(Floats x[4]) {
+    const Ints low = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, high = low + 8;
+    const Ints even = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}, odd = even + 4;
+    const Floats a = __builtin_shuffle(x[0], x[1], low), b = __builtin_shuffle(x[2], x[3], low);
+    const Floats c = __builtin_shuffle(x[0], x[1], high), d = __builtin_shuffle(x[2], x[3], high);
+    x[0] = __builtin_shuffle(a, b, even);
+    x[1] = __builtin_shuffle(a, b, odd);
+    x[2] = __builtin_shuffle(c, d, even);
+    x[3] = __builtin_shuffle(c, d, odd);
 }
 
-// Keys of the cells [from, to) of a span, from a multiple of BLOCK on: turned [features][BLOCK].
+// Of x[c], four cells' sums of four: the sums of all of them, [16 cells].
+inline Floats joined(const Floats x[4]) {
+    const Ints even = {0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30}, odd = even + 1;
+    const Floats a = __builtin_shuffle(x[0], x[1], even) + __builtin_shuffle(x[0], x[1], odd);
+    const Floats b = __builtin_shuffle(x[2], x[3], even) + __builtin_shuffle(x[2], x[3], odd);
+    const Floats c = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);  // cell 4 j + i at 4 i + j
+    const Ints back = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    return __builtin_shuffle(c, back);
+}
+
+// Keys of the cells from .. from + 15 of a span as [features / 4][4][16]: four features of four cells in a vector.
 template <class T>
 void turn_keys(const Cells<T> &keys, const Places &places, int64_t skipped, int64_t from, int64_t to, int64_t features,
                float *turned) {
-    for (int64_t half = 0; half < BLOCK; half += LANES)
+    for (int64_t four = 0; four < LANES; four += 4)
         for (int64_t feature = 0; feature < features; feature += LANES) {
-            Floats x[LANES];
-            for (int64_t i = 0; i < LANES; ++i) {
-                const int64_t cell = from + half + i;
-                x[i] = Floats{};
+            Floats x[4] = {};
+            for (int64_t i = 0; i < 4; ++i) {
+                const int64_t cell = from + four + i;
                 if (cell >= skipped && cell < to)
                     x[i] = keys.read(places, cell - skipped, keys.scale(places, cell - skipped), feature,
                                      features - feature);
             }
             turn(x);
-            for (int64_t i = 0; i < LANES && feature + i < features; ++i)
-                store(turned + (feature + i) * BLOCK + half, x[i]);
+            for (int64_t i = 0; i < 4; ++i) store(turned + (feature / 4 + i) * 4 * LANES + four / 4 * LANES, x[i]);
         }
 }
 
-// scores [.][SPAN] of N lines for BLOCK cells; queries [.][features].
+// scores [.][SPAN] of N lines for 16 cells; queries [.][features, zeros up to a multiple of 16].
 template <int N>
 void score(const float *queries, int64_t features, const float *turned, float *scores) {
-    Floats a[N], b[N];
-    for (int i = 0; i < N; ++i) a[i] = b[i] = Floats{};
-    for (int64_t d = 0; d < features; ++d) {
-        const Floats first = load(turned + d * BLOCK), second = load(turned + d * BLOCK + LANES);
-        for (int i = 0; i < N; ++i) {
-            const Floats q = all(queries[i * features + d]);
-            a[i] = fma(q, first, a[i]);
-            b[i] = fma(q, second, b[i]);
-        }
+    const Ints first = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
+    Floats made[N][4];
+    for (int i = 0; i < N; ++i)
+        for (int c = 0; c < 4; ++c) made[i][c] = Floats{};
+    for (int64_t d = 0; d < features; d += LANES) {
+        Floats q[N];
+        for (int i = 0; i < N; ++i) q[i] = load(queries + i * features + d);
+        for (int four = 0; four < 4; ++four)
+            for (int i = 0; i < N; ++i) {
+                const Floats repeated = __builtin_shuffle(q[i], first + 4 * four);
+                for (int c = 0; c < 4; ++c)
+                    made[i][c] = fma(repeated, load(turned + (d + 4 * four + c) * LANES), made[i][c]);
+            }
     }
-    for (int i = 0; i < N; ++i) {
-        store(scores + i * SPAN, a[i]);
-        store(scores + i * SPAN + LANES, b[i]);
-    }
+    for (int i = 0; i < N; ++i) store(scores + i * SPAN, joined(made[i]));
 }
 
-// out [.][padded] of N lines: their weights [.][SPAN] times the values of the cells [from, to) of a span.
 // Of VECTORS times 16 features from one on; where that is not FULL, there are only `count`.
 template <int N, int VECTORS, bool FULL, class T>
 void weigh(const Cells<T> &values, const Places &places, int64_t skipped, int64_t from, int64_t to, int64_t feature,
@@ -193,12 +208,13 @@ struct Found {
 };
 
 struct Sizes {
-    int64_t features, padded;
+    int64_t filled, padded;  // features up to a multiple of 16, and of 64
 
     explicit Sizes(const Layer &layer)
-        : features(layer.head_dim), padded((layer.head_dim + 4 * LANES - 1) / (4 * LANES) * (4 * LANES)) {}
+        : filled((layer.head_dim + LANES - 1) / LANES * LANES),
+          padded((layer.head_dim + 4 * LANES - 1) / (4 * LANES) * (4 * LANES)) {}
     size_t found() const { return LINES * (padded + 2); }
-    size_t work() const { return LINES * features + LINES * SPAN + features * BLOCK; }
+    size_t work() const { return LINES * filled + LINES * SPAN + filled * LANES; }
     Found at(float *memory) const { return {memory, memory + LINES, memory + 2 * LINES}; }
 };
 
@@ -213,20 +229,25 @@ template <class T>
 __attribute__((noinline)) void attend_span(const Layer &layer, const Step &step, const Piece &piece, int64_t span, const float *queries,
                  float *scores, float *turned, const Found &found) {
     const int64_t group = layer.heads / layer.kv_heads, features = layer.head_dim, origin = span * SPAN;
-    const int64_t padded = Sizes(layer).padded;
+    const Sizes sizes(layer);
+    const int64_t padded = sizes.padded;
     const int64_t from = std::max<int64_t>(piece.from - origin, 0), to = std::min<int64_t>(piece.end - origin, SPAN);
     const Places places(layer, step, piece.row, origin + from, origin + to);
     const Cells<T> keys(layer, layer.k, layer.k_scales, piece.head), values(layer, layer.v, layer.v_scales, piece.head);
-    for (int64_t block = from / BLOCK * BLOCK; block < to; block += BLOCK) {
+    for (int64_t block = from / LANES * LANES; block < to; block += LANES) {
         turn_keys(keys, places, from, block, to, features, turned);
+        for (int64_t i = block; i < std::min(block + LANES, to); ++i) {  // what memory would be waited for
+            if (i + LANES < to) keys.fetch(places, i + LANES - from, features);
+            if (i >= from) values.fetch(places, i - from, features);
+        }
         for (int64_t i = 0; i < piece.lines; i += WIDE) {
-            const float *q = queries + i * features;
+            const float *q = queries + i * sizes.filled;
             float *s = scores + i * SPAN + block;
             switch (std::min<int64_t>(piece.lines - i, WIDE)) {
-                case 1: score<1>(q, features, turned, s); break;
-                case 2: score<2>(q, features, turned, s); break;
-                case 3: score<3>(q, features, turned, s); break;
-                default: score<4>(q, features, turned, s);
+                case 1: score<1>(q, sizes.filled, turned, s); break;
+                case 2: score<2>(q, sizes.filled, turned, s); break;
+                case 3: score<3>(q, sizes.filled, turned, s); break;
+                default: score<4>(q, sizes.filled, turned, s);
             }
         }
     }
@@ -300,14 +321,12 @@ float *scratch(size_t floats) {
 template <class Q>
 void read_queries(const Layer &layer, const Step &step, const Piece &piece, const Q *q, int64_t q_stride,
                   float *queries) {
-    const int64_t group = layer.heads / layer.kv_heads, features = layer.head_dim;
+    const int64_t group = layer.heads / layer.kv_heads, features = layer.head_dim, filled = Sizes(layer).filled;
     for (int64_t i = 0; i < piece.lines; ++i) {
         const int64_t line = piece.first + i;
         const Q *from = q + (step.starts[piece.row] + line / group) * q_stride +
                         (piece.head * group + line % group) * features;
-        int64_t d = 0;
-        for (; d + LANES <= features; d += LANES) store(queries + i * features + d, load(from + d));
-        if (d < features) store(queries + i * features + d, load(from + d, features - d), features - d);
+        for (int64_t d = 0; d < features; d += LANES) store(queries + i * filled + d, load(from + d, features - d));
     }
 }
 
@@ -351,8 +370,8 @@ void attend_piece(const Layer &layer, const Step &step, const Piece &piece, cons
                   const float *sinks, Q *out) {
     const Sizes sizes(layer);
     float *memory = scratch(sizes.work() + 2 * sizes.found());
-    float *queries = memory, *scores = queries + LINES * sizes.features, *turned = scores + LINES * SPAN;
-    const Found sum = sizes.at(turned + sizes.features * BLOCK), more = sizes.at(sum.most + sizes.found());
+    float *queries = memory, *scores = queries + LINES * sizes.filled, *turned = scores + LINES * SPAN;
+    const Found sum = sizes.at(turned + sizes.filled * LANES), more = sizes.at(sum.most + sizes.found());
     read_queries(layer, step, piece, q, q_stride, queries);
     const int64_t first = piece.from / SPAN, end = (piece.end + SPAN - 1) / SPAN;
     attend_span<T>(layer, step, piece, first, queries, scores, turned, sum);
@@ -379,7 +398,7 @@ void attend_spans(const Layer &layer, const Step &step, const std::vector<Piece>
     for_each(int64_t(spans.size()), threads, [&](int64_t i) {
         const Piece &piece = pieces[spans[i].first];
         float *queries = scratch(sizes.work() + 2 * sizes.found());
-        float *scores = queries + LINES * sizes.features;
+        float *scores = queries + LINES * sizes.filled;
         read_queries(layer, step, piece, q, q_stride, queries);
         attend_span<T>(layer, step, piece, spans[i].second, queries, scores, scores + LINES * SPAN,
                        sizes.at(&all[i * sizes.found()]));
