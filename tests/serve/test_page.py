@@ -241,4 +241,4 @@ def test_an_engine_that_died_is_told(window: Browser):
         assert "down" in window.run("return document.querySelector('#state').className")
         window.until("return document.querySelector('#state').className.includes('up')", 30)
         ask(window, "say:again")
-        assert answer(window) == "again"
+        assert answer(window) == "again", window.text("body")

@@ -34,7 +34,6 @@ async function loadInfo() {
     info = await (await call("server_info")).json();
     $("model").textContent = info.served_model_names[0];
     $("settings").replaceChildren(...sections(info));
-    state(true, "ready");
   } catch (error) {
     if (error instanceof ApiError && error.status === 401) $("key").hidden = false;
     state(false, error.message);
@@ -126,8 +125,8 @@ async function poll() {
     const now = new Reading(await (await call("metrics")).text(), performance.now() / 1000);
     if (before) for (const [chart, values] of charts) chart.add(values(now, before));
     before = now;
-    if (!info && ($("key").hidden || $("key").value)) await loadInfo();
     await call("readyz"); // says what is the matter where it is not ready
+    if (!info && ($("key").hidden || $("key").value)) await loadInfo();
     if (info) state(true, `ready, ${now.get("stretto_running")} running, ${now.get("stretto_waiting")} waiting`);
     if (info && !$("live").hidden) await listSessions();
   } catch (error) {
