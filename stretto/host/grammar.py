@@ -1,7 +1,7 @@
 """Grammars on the host: compiled in the background, one matcher a turn, and the late mask of a step.
 
     submit      the grammar goes to a thread, which builds it and makes its first mask; its turn waits in the queue,
-                others pass it
+                others pass it. One that takes long goes on to other threads, so that quick ones never wait for it
     result N    the turn's matcher takes the emitted ids; where the grammar ends, so does the turn
     mask N+1    for each position of each window: what may follow, the drafts offered before it taken as given.
                 The device runs the forward pass of step N+1 meanwhile.
@@ -25,12 +25,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from stretto.host.faults import HostFault
 from stretto.params import Grammar
-from stretto.text.grammar import GrammarError, compiled, definition, fault_of, is_dead, places_in, texts_of
+from stretto.text.grammar import GrammarError, compiled, definition, fault_of, is_dead, is_quick, places_in, texts_of
 from stretto.text.masks import is_dead_end
 from stretto.text.regex_places import Place, RegexPlaces, TokenTexts
 
-COMPILE_THREADS = 2
-COMPILE_SECONDS = 20.0  # from submission on
+COMPILE_THREADS = 2  # for those that take long
+COMPILE_SECONDS = 20.0  # for one grammar
 CACHED = 256  # automata, of all grammars together
 CACHED_BYTES = 1 << 30  # that they take together, as it is estimated
 WORN_BYTES = 64 << 20  # one that takes more gets no new turns: its grammar is compiled anew for them
@@ -43,10 +43,9 @@ class Compiled:
     """A grammar, and its automata: one, or more where masks are slow and rows are many (`Grammars.spread`). Copies of a
     matcher have one automaton in common, which is slower to use at once than one after another."""
 
-    first: Future[LLMatcher]
-
     def __init__(self, grammar: Grammar):
-        self.grammar = grammar
+        self.grammar, self.first = grammar, Future[LLMatcher]()
+        self.begun: float | None = None  # when a thread began to compile it
         self.places: RegexPlaces | None = None  # known when the first one is ready
         self.more: list[LLMatcher] = []
         self.worked: dict[int, float] = {}  # seconds, by id of an automaton
@@ -77,7 +76,7 @@ class GrammarState:
     """A turn's place in its grammar: the ids of the turn that were delivered, and the drafts offered after them."""
 
     def __init__(self, grammar: Compiled):
-        self.grammar, self._deadline = grammar, time.monotonic() + COMPILE_SECONDS
+        self.grammar = grammar
         self._matcher: LLMatcher | None = None
         self._automaton: LLMatcher | None = None  # that its matcher is a copy of
         self._place: Place | None = None  # for as long as it can be followed
@@ -97,7 +96,7 @@ class GrammarState:
     def fault(self) -> str | None:
         """Why it will not become ready."""
         if not self.compiled.done():
-            late = time.monotonic() > self._deadline
+            late = self.grammar.begun is not None and time.monotonic() > self.grammar.begun + COMPILE_SECONDS
             return f"the grammar was not compiled within {COMPILE_SECONDS:g} s: simplify it" if late else None
         error = self.compiled.exception()
         return None if error is None else f"the grammar cannot be used: {error}"
@@ -186,7 +185,8 @@ class Grammars:
         self._texts: TokenTexts | None = None
         self._serials = count()
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._quick = ThreadPoolExecutor(1, "grammar")  # its thread begins with the first grammar
+        self._slow = ThreadPoolExecutor(COMPILE_THREADS, "slow grammar")
         self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
 
     def state(self, grammar: Grammar) -> GrammarState:
@@ -195,7 +195,7 @@ class Grammars:
         if known is None or (known.first.done() and known.first.exception() is not None):
             definition(grammar)
             self._cache[grammar] = known = Compiled(grammar)
-            known.first = self._submit(self._begin, known)
+            self._quick.submit(self._begin, known)
         self._cache.move_to_end(grammar)
         self._let_go()
         return GrammarState(known)
@@ -209,11 +209,6 @@ class Grammars:
             _, known = self._cache.popitem(last=False)
             kept -= known.automata
             size -= known.size
-
-    def _submit(self, work: Callable[[Compiled], LLMatcher], known: Compiled) -> Future[LLMatcher]:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
-        return self._pool.submit(work, known)
 
     def worked(self, state: GrammarState, seconds: float) -> None:
         """So long masks were made on the state's automaton."""
@@ -238,7 +233,7 @@ class Grammars:
         grammar.slow += 1
         if grammar.coming is None:
             if grammar.slow >= SLOW_STEPS and len(grammar.more) + 1 < most:
-                grammar.coming = self._submit(self._another, grammar)
+                grammar.coming = self._slow.submit(self._another, grammar)
                 self._let_go()
         elif grammar.coming.done() and grammar.coming.exception() is None:
             grammar.more.append(grammar.coming.result())
@@ -246,14 +241,24 @@ class Grammars:
             for state in states[1::2]:
                 state.move(grammar.more[-1])
 
-    def _begin(self, known: Compiled) -> LLMatcher:
-        matcher = self._another(known)
-        with self._lock:
-            assert self._built is not None
-            self._texts = self._texts or texts_of(self._built)
-            serial = next(self._serials)
-        known.places = places_in(known.grammar, serial, self._texts)
-        return matcher
+    def _begin(self, known: Compiled) -> None:
+        if is_quick(known.grammar):
+            self._finish(known)
+        else:
+            self._slow.submit(self._finish, known)
+
+    def _finish(self, known: Compiled) -> None:
+        try:
+            known.begun = time.monotonic()
+            matcher = self._another(known)
+            with self._lock:
+                assert self._built is not None
+                self._texts = self._texts or texts_of(self._built)
+                serial = next(self._serials)
+            known.places = places_in(known.grammar, serial, self._texts)
+            known.first.set_result(matcher)
+        except Exception as e:  # whatever it is, the turns that wait are told
+            known.first.set_exception(e)
 
     def _another(self, known: Compiled) -> LLMatcher:
         before = time.thread_time()
@@ -267,8 +272,8 @@ class Grammars:
         return compiled(grammar, self._built)
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._quick, self._slow):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def wait_for(states: Sequence[GrammarState], seconds: float) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -45,13 +46,13 @@ from stretto.serve.sampling import fit_max_tokens, in_request_words, kept_tokens
 from stretto.serve.schemas import GenerationBody
 from stretto.serve.settings import ServeSettings
 from stretto.serve.tracing import Tracing
-from stretto.text.grammar import GrammarError, check_grammar
+from stretto.text.grammar import GrammarError, check_grammar, is_quick
 
 DRAINING = "draining"
 T = TypeVar("T")
 Outputs = AsyncGenerator[Output, None]
 MAX_ID_LENGTH = 256
-GRAMMAR_SECONDS = 10.0  # for the check of one grammar
+GRAMMAR_SECONDS = 10.0  # for the check of one grammar, and for which one waits for others that take long
 CHECKED = 1024  # grammars that need no second check
 STATS_TIMEOUT = 5.0  # a scrape of a busy engine waits so long for fresh numbers
 
@@ -98,7 +99,8 @@ class Service:
         self._live: dict[str, Generation] = {}
         self._live_requests = 0
         self._pool = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
-        self._grammar_pool = ThreadPoolExecutor(2, "grammar check")
+        self._quick_grammars = ThreadPoolExecutor(1, "grammar check")
+        self._slow_grammars = ThreadPoolExecutor(2, "slow grammar check")
         self._checked: dict[Grammar, None] = {}  # the latest
         self._stats_lock = asyncio.Lock()
         self.token_bytes = functools.lru_cache(maxsize=65536)(tokenizer.token_bytes)
@@ -152,7 +154,8 @@ class Service:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._grammar_pool.shutdown(wait=False, cancel_futures=True)
+        self._quick_grammars.shutdown(wait=False, cancel_futures=True)
+        self._slow_grammars.shutdown(wait=False, cancel_futures=True)
         if self.tracing is not None:
             self.tracing.close()
 
@@ -197,17 +200,34 @@ class Service:
         for grammar, param in generation.reply.checks:
             if grammar in self._checked:
                 continue
-            checking = asyncio.get_running_loop().run_in_executor(self._grammar_pool, check_grammar, grammar)
-            try:
-                await asyncio.wait_for(checking, GRAMMAR_SECONDS)
-            except GrammarError as e:
-                raise refused(param, e) from e
-            except TimeoutError:
-                raise bad_request(f"{param} takes more than {GRAMMAR_SECONDS:g} s to check; simplify it", param,
-                                  INVALID) from None
+            quick = asyncio.get_running_loop().run_in_executor(self._quick_grammars, is_quick, grammar)
+            if not await quick:
+                await self._check_slowly(grammar, param)
             self._checked[grammar] = None
             if len(self._checked) > CHECKED:
                 del self._checked[next(iter(self._checked))]
+
+    async def _check_slowly(self, grammar: Grammar, param: str) -> None:
+        begun = threading.Event()
+
+        def check() -> None:
+            begun.set()
+            check_grammar(grammar)
+        checking = asyncio.get_running_loop().run_in_executor(self._slow_grammars, check)
+        try:
+            await asyncio.wait({checking}, timeout=GRAMMAR_SECONDS)
+            if begun.is_set():
+                await asyncio.wait({checking}, timeout=GRAMMAR_SECONDS)
+            if checking.done():
+                return checking.result()
+        except GrammarError as e:
+            raise refused(param, e) from e
+        finally:
+            checking.cancel()
+        if begun.is_set():
+            raise bad_request(f"{param} takes more than {GRAMMAR_SECONDS:g} s to check; simplify it", param, INVALID)
+        raise ApiError(429, f"{param} takes long to check, and others that do are checked before it; try again",
+                       code="queue_full", headers={"Retry-After": "1"})
 
     @contextlib.contextmanager
     def registered(self, generation: Generation):

@@ -33,6 +33,9 @@ MAX_SOURCE = 512 * 1024  # characters of one grammar
 MAX_CHOICES = 10_000
 MAX_PLACES = 500  # parts of a broken schema that are tried one by one to name the broken one
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=200_000, verbose_errors=False)  # a mask: 30 ms
+QUICK = LLParserLimits(initial_lexer_fuel=40_000, step_lexer_fuel=40_000, step_max_items=5_000, verbose_errors=False)
+QUICK_SOURCE = 16 * 1024  # characters
+QUICK_REMAINDERS = 2_000
 # Tokens that are allowed together wherever a grammar allows all such texts, besides those of JSON strings: words of \w
 # and the like, whose masks take half as long so.
 SLICES = ("[a-zA-Z0-9]{1,4}", "[a-zA-Z0-9]{1,10}", *LLTokenizer.general_slices())
@@ -260,13 +263,35 @@ def fault_of(matcher: LLMatcher) -> str | None:
     return f"the grammar fails here: {fault}" if fault else None
 
 
-def _check_cost(text: str) -> None:
+def is_quick(grammar: Grammar) -> bool:
+    """It holds, and takes milliseconds to find out and to compile. Those that take longer, or do not hold, should be
+    looked at where these need not wait for them. For a thread."""
+    if len(grammar.source) + len(grammar.around) > QUICK_SOURCE:
+        return False
     try:
-        states = sum(remainders(schema) for schema in schemas_of(text))
+        text = definition(grammar)
+        if _remainders(text) > QUICK_REMAINDERS:
+            return False
+        matcher = LLMatcher(_bytes(), text, log_level=0, limits=QUICK)
+        if matcher.is_error():
+            return False
+        _probe(matcher)
+    except GrammarError:
+        return False
+    return True
+
+
+def _remainders(text: str) -> int:
+    try:
+        return sum(remainders(schema) for schema in schemas_of(text))
     except RecursionError:
         raise GrammarError("its schema is nested too deep") from None
     except ValueError as e:
         raise GrammarError(f"this is not JSON: {e}") from e
+
+
+def _check_cost(text: str) -> None:
+    states = _remainders(text)
     if states > MAX_REMAINDERS:
         told = str(states) if states < 10**12 else "more than 10^12"
         raise GrammarError(f"its multipleOf together cost {told} states, one for each remainder; the limit is"

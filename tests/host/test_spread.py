@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -327,3 +329,32 @@ def test_masks_that_are_shared_out_count_as_work(impatient, made) -> None:
     words, numbers = (maker.work[state.automaton] for state in (states[0], states[3]))
     assert words == pytest.approx(3 * numbers) and set(maker.work) == {state.automaton for state in states}
     maker.close()
+
+
+# ------------------------------------------------------------------------------------------------- quick ones and slow
+def test_quick_grammars_do_not_wait_for_slow_ones(made, monkeypatch) -> None:
+    """All threads for slow ones are held, and others wait for them, whose time has not begun."""
+    go, compile_ = threading.Event(), grammar_module.compiled
+    slow = [Grammar("choice", json.dumps(["A" * n, "B" * 20_000])) for n in range(1, 6)]
+
+    def held(grammar, tokens):
+        assert grammar.kind == "regex" or go.wait(60)
+        return compile_(grammar, tokens)
+
+    monkeypatch.setattr(grammar_module, "compiled", held)
+    monkeypatch.setattr(grammar_module, "COMPILE_SECONDS", 0.0)
+    waiting = [made.state(grammar) for grammar in slow]
+    assert started(made, WORDS, 1)[0].ready and started(made, HEX, 1)[0].ready
+    begun = [state for state in waiting if state.grammar.begun is not None]
+    assert len(begun) <= grammar_module.COMPILE_THREADS and not any(state.ready for state in waiting)
+    for state in waiting:
+        assert (state.fault is not None) == (state.grammar.begun is not None)
+    go.set()
+    for state in waiting:
+        assert state.compiled.result(timeout=30) and state.fault is None
+
+
+def test_a_grammar_that_does_not_hold_tells_its_turns(made) -> None:
+    state = made.state(Grammar("regex", "(a"))
+    assert state.compiled.exception(timeout=30) is not None and "cannot be used" in (state.fault or "")
+    assert made.state(Grammar("regex", "(a")).grammar is not state.grammar  # tried again

@@ -329,10 +329,32 @@ async def test_costly_grammars_do_not_hold_up_a_neighbour(oracle: Oracle, monkey
                 max_tokens=150, ignore_eos=True, seed=1))):
             tokens += 1
             costly = costly or [asyncio.create_task(api.complete("hi", max_tokens=3, **bomb)) for bomb in bombs]
+        quick = await api.complete("hi", max_tokens=9, regex="[0-9]{4}")  # does not wait for them, either
+        assert quick.status_code == 200 and re.fullmatch("[0-9]{4}", quick.json()["choices"][0]["text"])
         assert tokens > 100 and costly and not any(task.done() for task in costly)
         ended.set()
         assert all(answer.status_code == 400 for answer in await asyncio.gather(*costly))
     assert len(midst) == len(bombs) and sum(midst) > 0, "no token came while llguidance looked at a grammar"
+
+
+async def test_a_grammar_that_waits_for_others_is_not_to_blame(oracle: Oracle, monkeypatch: pytest.MonkeyPatch):
+    """Two are looked at for too long; a third one, which holds, had no turn. What nobody waits for is not looked at."""
+    ended, seen = threading.Event(), list[Grammar]()
+
+    def held(grammar: Grammar) -> None:
+        seen.append(grammar)
+        assert ended.wait(60)
+
+    monkeypatch.setattr(service_module, "check_grammar", held)
+    monkeypatch.setattr(service_module, "GRAMMAR_SECONDS", 0.5)
+    async with real(oracle) as api:
+        answers = await asyncio.gather(*(api.complete("hi", max_tokens=3, guided_choice=["a" * n, "b" * 20_000])
+                                         for n in (1, 2, 3)))
+        errors = [(answer.status_code, answer.json()["error"]["code"]) for answer in answers]
+        assert sorted(errors) == [(400, "invalid_grammar")] * 2 + [(429, "queue_full")]
+        assert answers[errors.index((429, "queue_full"))].headers["Retry-After"] == "1"
+        ended.set()
+        assert len(seen) == 2
 
 
 async def test_bad_words_and_allowed_ids_hold_in_a_real_engine(oracle: Oracle):
