@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from stretto.attn.api import Attend
 from stretto.model.config import ConfigError, RopeConfig
 from stretto.model.matrix import CudaMatrix, Matrix, best_matrix, fixed_matrix
-from stretto.model.packed_matrix import JoinedMatrix, packed_matrix
+from stretto.model.packed_matrix import JoinedMatrix, NativeMatrix, packed_matrix
 from stretto.model.shard import Columns, Piece, columns_of, first_holder, heads_of, rows_of, whole
 from stretto.model.weights import Weights
 from stretto.ops.attend import StepAttention
@@ -83,9 +83,14 @@ class Linear:
         """No adapter adds to what the matrix makes."""
         return self._delta is None or not self._delta.active
 
+    def joined(self, x: torch.Tensor) -> NativeMatrix | None:
+        """The matrix, where the product of x can be one call with what stands around it."""
+        alone = isinstance(self._matrix, NativeMatrix) and self._shard is None and self._alone
+        return self._matrix if alone and self._matrix.joins(x) else None
+
     def normed(self, x: torch.Tensor, norm: RMSNorm, act: str | None = None) -> torch.Tensor:
-        """self(norm(x)), on CUDA in fewer launches; with `act`, the gated halves of it, [T, rows / 2]."""
-        if isinstance(self._matrix, CudaMatrix) and self._alone:
+        """self(norm(x)), in fewer launches and calls; with `act`, the gated halves of it, [T, rows / 2]."""
+        if isinstance(self._matrix, CudaMatrix | NativeMatrix) and self._alone:
             return self._matrix.normed(x, norm.weight, norm.eps, act)
         return self(norm(x)) if act is None else self.gated(norm(x), act)
 
@@ -340,6 +345,9 @@ class GatedMLP:
 
     def add_normed(self, residual: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """residual += self(norm(residual)), in place; returns it."""
+        first, second = self.gate_up.joined(residual), self.down.joined(residual)
+        if first is not None and second is not None:
+            return first.add_mlp(residual, norm.weight, norm.eps, self._act, second)
         return self.down.add_to(residual, self.gate_up.normed(residual, norm, self._act))
 
 

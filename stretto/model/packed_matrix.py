@@ -18,12 +18,15 @@ from collections.abc import Sequence
 import torch
 
 from stretto.model.matrix import Matrix
+from stretto.ops.layer import gate, rms_norm
+from stretto.ops.native import layer as native_layer
 from stretto.ops.native import packed as native
 from stretto.ops.packed import BLOCK, MOST_ROWS, Layout, Packed, unpack4
 
 CPU_GROUPS = (32, 64, 128, 256)  # that torch's int4 kernel takes
 ROWS = 16  # outputs come in multiples of this
 SMALL, FEW = 1 << 25, 16  # on CUDA: numbers of a matrix that is made in 16 bits in a few us, for more rows than this
+MOST_JOINED = 64  # rows
 AT_ONCE = 2048  # outputs that are packed at a time; torch packs blocks of at most 64 by themselves
 
 
@@ -114,6 +117,25 @@ class NativeMatrix:
 
     def __init__(self, weight: Packed, bias: torch.Tensor | None = None):
         self._arranged, self._bias = native.Arranged(weight), bias
+        self._product = self._arranged.product(bias)
+
+    def joins(self, x: torch.Tensor) -> bool:
+        """Whether what stands around the product of x can be one call with it: for few rows, where calls take longer
+        than what they do."""
+        return (len(x) <= MOST_JOINED and native_layer.takes(x) and x.stride(1) == 1
+                and (self._bias is None or self._bias.dtype is x.dtype))
+
+    def normed(self, x: torch.Tensor, weight: torch.Tensor, eps: float, act: str | None = None) -> torch.Tensor:
+        """self(RMSNorm(x)); with `act`, the gated halves of it."""
+        if self.joins(x):
+            return native_layer.launch_normed(x, weight, eps, self._product, act)
+        made = self(rms_norm(x, weight, eps))
+        return made if act is None else gate(made, act)
+
+    def add_mlp(self, residual: torch.Tensor, weight: torch.Tensor, eps: float, act: str,
+                down: NativeMatrix) -> torch.Tensor:
+        """residual += down(gate(self(RMSNorm(residual)))), in place; returns it. Of a residual that both `joins`."""
+        return native_layer.launch_add_mlp(residual, weight, eps, self._product, act, down._product)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._into(x, x.new_empty(len(x), self._arranged.outputs))

@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from stretto.model.packed_matrix import MOST_JOINED, NativeMatrix
 from stretto.ops import layer as seam
 from stretto.ops.gates import GATES
 from stretto.ops.layer import HeadWeights, Rope, rotate_and_write_reference
+from stretto.ops.native import library, packed
 from stretto.ops.native.layer import launch_gate, launch_rms_norm, launch_rotate, launch_rotate_and_write, there
+from stretto.ops.packed import Layout, Packed
 
 pytestmark = pytest.mark.skipif(not there(), reason="no C++ compiler")
 
@@ -112,3 +115,28 @@ def test_what_the_kernels_do_not_take_goes_to_torch(monkeypatch):
     assert not seam.fused(x)
     for call, made in zip(calls, native):
         close(made, call(x), torch.float32)
+
+
+@pytest.mark.skipif(library.library(packed.NAME) is None, reason="no C++ compiler")
+@TYPES
+@pytest.mark.parametrize("rows", [0, 1, 5, 70])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_and_what_stands_around_them_in_one_call(rows, dtype, biased):
+    """Bit for bit what the calls one after another make, for few rows and for more than are joined."""
+    first, second = (matrix(*shape, dtype, biased) for shape in ((2 * 96, 64), (64, 96)))
+    x, weight = randn(rows, 64, dtype=dtype), randn(64, dtype=dtype, seed=1)
+    assert first.joins(x) == (rows <= MOST_JOINED)
+    norm = launch_rms_norm(x, weight, 1e-5)
+    assert torch.equal(first.normed(x, weight, 1e-5), first(norm))
+    gated = launch_gate(first(norm), "silu")
+    assert torch.equal(first.normed(x, weight, 1e-5, "silu"), gated)
+    if first.joins(x):
+        made = first.add_mlp(x.clone(), weight, 1e-5, "silu", second)
+        assert torch.equal(made, second.add_to(x.clone(), gated))
+
+
+def matrix(outputs: int, inputs: int, dtype: torch.dtype, biased: bool) -> NativeMatrix:
+    codes = torch.randint(0, 256, (outputs, inputs // 2), generator=torch.Generator().manual_seed(2)).to(torch.uint8)
+    scales = randn(outputs, inputs // 32, seed=3)
+    weight = Packed(Layout("int4", 32), codes, scales, None)
+    return NativeMatrix(weight, randn(outputs, dtype=dtype, seed=4) if biased else None)

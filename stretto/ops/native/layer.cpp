@@ -1,5 +1,8 @@
-// What stands between the products of a layer, on rows that know nothing of each other: norm, gate, rotation.
+// What stands between the products of a layer, on rows that know nothing of each other: norm, gate, rotation. Few rows
+// spend more time on the way into a kernel than in it, so there are also calls for several kernels one after another.
 #include "heads.h"
+
+#include <memory>
 
 using namespace stretto;
 
@@ -89,6 +92,65 @@ EXPORT void gate(const void *x, int64_t stride, int64_t rows, int64_t size, int 
                  int threads) {
     if (half) return gate_by<bfloat16>(x, stride, rows, size, act, out, threads);
     gate_by<float>(x, stride, rows, size, act, out, threads);
+}
+
+// As in packed.py: rows by a matrix; `half` counts 1 for bfloat16 inputs and 2 for bfloat16 outputs.
+using Multiply = void (*)(const void *matrix, const void *x, int64_t x_stride, int64_t rows, void *out,
+                          int64_t out_stride, const void *bias, int half, int add, int threads);
+
+struct Norm {
+    const void *weight;
+    float eps;
+    int32_t wide;  // the weight is in float32, whatever x is in
+};
+
+struct Product {
+    Multiply multiply;
+    const void *matrix, *bias;
+    int64_t outputs;
+};
+
+namespace {
+
+// Of the calling thread, for what goes from one kernel to the next.
+void *between(size_t bytes) {
+    thread_local std::unique_ptr<Floats[]> held;
+    thread_local size_t size = 0;
+    if (size < bytes) {
+        held.reset(new Floats[bytes / sizeof(Floats) + 1]);
+        size = bytes;
+    }
+    return held.get();
+}
+
+// x normed, by a matrix, and where `act` is not negative the gate of that. `free` is memory of [rows, size] and, with a
+// gate, [rows, outputs] numbers behind that.
+void norm_and_multiply(const Norm &by, const Product &product, const void *x, int64_t stride, int64_t rows,
+                       int64_t size, int act, void *out, char *free, int half, int threads) {
+    const int64_t number = half ? 2 : 4, both = half ? 3 : 0;
+    norm(x, stride, rows, size, by.weight, by.eps, free, half, by.wide, threads);
+    void *made = act < 0 ? out : free + rows * size * number;
+    product.multiply(product.matrix, free, size, rows, made, product.outputs, product.bias, int(both), 0, threads);
+    if (act >= 0) gate(made, product.outputs, rows, product.outputs / 2, act, out, half, threads);
+}
+
+}  // namespace
+
+// x [rows, size] -> out [rows, outputs], or with a gate [rows, outputs / 2].
+EXPORT void normed_product(const Norm *by, const Product *product, const void *x, int64_t stride, int64_t rows,
+                           int64_t size, int act, void *out, int half, int threads) {
+    auto *free = static_cast<char *>(between(size_t(rows * (size + product->outputs)) * (half ? 2 : 4)));
+    norm_and_multiply(*by, *product, x, stride, rows, size, act, out, free, half, threads);
+}
+
+// residual [rows, size] += what an MLP makes of it, normed.
+EXPORT void add_mlp(const Norm *by, const Product *gate_up, int act, const Product *down, void *residual,
+                    int64_t stride, int64_t rows, int64_t size, int half, int threads) {
+    const int64_t number = half ? 2 : 4, inner = gate_up->outputs / 2;
+    auto *made = static_cast<char *>(between(size_t(rows * (size + 3 * inner)) * number));
+    norm_and_multiply(*by, *gate_up, residual, stride, rows, size, act, made, made + rows * inner * number, half,
+                      threads);
+    down->multiply(down->matrix, made, inner, rows, residual, stride, down->bias, half ? 3 : 0, 1, threads);
 }
 
 EXPORT void rotate_heads(const Heads *heads, int64_t tokens, const void *x, int64_t x_stride, void *out,

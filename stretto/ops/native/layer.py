@@ -33,6 +33,18 @@ class Heads(ctypes.Structure):
                 ("kind", ctypes.c_int32)]
 
 
+class Norm(ctypes.Structure):
+    """`Norm` in layer.cpp."""
+
+    _fields_ = [("weight", ADDRESS), ("eps", ctypes.c_float), ("wide", ctypes.c_int32)]
+
+
+class Product(ctypes.Structure):
+    """`Product` in layer.cpp."""
+
+    _fields_ = [("multiply", ADDRESS), ("matrix", ADDRESS), ("bias", ADDRESS), ("outputs", SIZE)]
+
+
 @functools.cache
 def there() -> bool:
     """Whether this machine has these kernels; if not, `library.trouble` says why."""
@@ -62,6 +74,27 @@ def launch_gate(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     _gate()(gate_up.data_ptr(), gate_up.stride(0), rows, size, ACTS[act], out.data_ptr(),
             gate_up.dtype is torch.bfloat16, torch.get_num_threads())
     return out
+
+
+def launch_normed(x: torch.Tensor, weight: torch.Tensor, eps: float, product: Product,
+                  act: str | None) -> torch.Tensor:
+    """x [T, inputs] that `takes`, columns side by side: normed, by a matrix, -> [T, outputs]; with `act` the gate of
+    that, [T, outputs / 2]."""
+    by = Norm(weight.data_ptr(), eps, weight.dtype is torch.float32)
+    out = x.new_empty(x.shape[0], product.outputs if act is None else product.outputs // 2)
+    _normed()(ctypes.addressof(by), ctypes.addressof(product), x.data_ptr(), x.stride(0), x.shape[0], x.shape[1],
+              -1 if act is None else ACTS[act], out.data_ptr(), x.dtype is torch.bfloat16, torch.get_num_threads())
+    return out
+
+
+def launch_add_mlp(residual: torch.Tensor, weight: torch.Tensor, eps: float, gate_up: Product, act: str,
+                   down: Product) -> torch.Tensor:
+    """residual [T, E] that `takes`, columns side by side, += what an MLP makes of it, normed. Returns it."""
+    by = Norm(weight.data_ptr(), eps, weight.dtype is torch.float32)
+    _add_mlp()(ctypes.addressof(by), ctypes.addressof(gate_up), ACTS[act], ctypes.addressof(down), residual.data_ptr(),
+               residual.stride(0), residual.shape[0], residual.shape[1], residual.dtype is torch.bfloat16,
+               torch.get_num_threads())
+    return residual
 
 
 def launch_rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -118,6 +151,16 @@ def _norm() -> Callable[..., None]:
 @functools.cache
 def _gate() -> Callable[..., None]:
     return function(NAME, "gate", ADDRESS, SIZE, SIZE, SIZE, FLAG, ADDRESS, FLAG, FLAG)
+
+
+@functools.cache
+def _normed() -> Callable[..., None]:
+    return function(NAME, "normed_product", ADDRESS, ADDRESS, ADDRESS, SIZE, SIZE, SIZE, FLAG, ADDRESS, FLAG, FLAG)
+
+
+@functools.cache
+def _add_mlp() -> Callable[..., None]:
+    return function(NAME, "add_mlp", ADDRESS, ADDRESS, FLAG, ADDRESS, ADDRESS, SIZE, SIZE, SIZE, FLAG, FLAG)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from stretto.ops.native.layer import Product
 from stretto.ops.native.library import function, library
 from stretto.ops.packed import BLOCK, Layout, Packed
 
@@ -66,6 +67,10 @@ class Arranged:
         _arrange()(self._address, codes.data_ptr(), scales.data_ptr(), None if offsets is None else offsets.data_ptr(),
                    torch.get_num_threads())
 
+    def product(self, bias: torch.Tensor | None) -> Product:
+        """For kernels that multiply; valid while this and the bias are. `bias`: as in `multiply`."""
+        return Product(multiply_address(), self._address, None if bias is None else bias.data_ptr(), self.outputs)
+
     def multiply(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None, add: bool = False
                  ) -> torch.Tensor:
         """x [T, inputs] -> out [T, outputs], float32 or bfloat16 each, neighbouring columns side by side; `bias`
@@ -87,12 +92,23 @@ def as_halves(scales: torch.Tensor, offsets: torch.Tensor | None
 
 
 @functools.cache
+def multiply_address() -> int:
+    """Of `multiply_rows`, for other kernels."""
+    address = ctypes.cast(_multiply(), ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+_POINTER, _SIZE, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+ARRANGE = (_POINTER,) * 4 + (_FLAG,)  # arguments of the functions in packed.cpp
+MULTIPLY = (_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _FLAG, _FLAG, _FLAG)
+
+
+@functools.cache
 def _arrange() -> Callable[..., None]:
-    pointer = ctypes.c_void_p
-    return function(NAME, "arrange_codes", pointer, pointer, pointer, pointer, ctypes.c_int)
+    return function(NAME, "arrange_codes", *ARRANGE)
 
 
 @functools.cache
 def _multiply() -> Callable[..., None]:
-    pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    return function(NAME, "multiply_rows", pointer, pointer, size, size, pointer, size, pointer, flag, flag, flag)
+    return function(NAME, "multiply_rows", *MULTIPLY)
