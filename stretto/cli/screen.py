@@ -3,7 +3,9 @@ where no terminal limits it."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 
@@ -15,9 +17,29 @@ def screen() -> Console:
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH, markup=False)
 
 
+class Patient:
+    """A file that may be full, such as a log on a full disk: what is told there is worth no failure of what it tells
+    of. Otherwise the file itself."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 def error_screen() -> Console:
     """Standard error: progress and failures, beside what is asked for."""
-    return Console(stderr=True, highlight=False, markup=False)
+    return Console(file=Patient(sys.stderr), highlight=False, markup=False)  # type: ignore[arg-type]
 
 
 def show(what: RenderableType) -> None:

@@ -116,6 +116,30 @@ def in_a_group(program: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.skipif(not STORIES.exists(), reason="shared/data/models/stories260k is absent")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no file that is always full")
+def test_a_log_on_a_full_disk_stops_nobody():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen([sys.executable, "-c", MAIN, "serve", str(STORIES), "--port", str(port),
+                                    "--access-log"], stderr=full, stdout=full)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=20) as http:
+            deadline = time.monotonic() + 90
+            while not ready(http):
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.1)
+            for _ in range(300):  # more than any buffer of the log
+                assert http.get("/livez").status_code == 200
+            assert http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 2}).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="shared/data/models/stories260k is absent")
 @pytest.mark.parametrize("seconds", [0.05, 0.6])
 def test_ctrl_c_while_the_engine_starts_shows_nobodys_code(seconds: float):
     """The engine's process imports for seconds, and would print where it was."""
@@ -133,6 +157,13 @@ def test_ctrl_c_while_the_engine_starts_shows_nobodys_code(seconds: float):
     finally:
         process.kill()
         process.communicate()
+
+
+def ready(http: httpx.Client) -> bool:
+    try:
+        return http.get("/readyz").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def serving(http: httpx.Client, word: str) -> bool:
