@@ -32,17 +32,18 @@ from stretto.ops.triton_dot import dot
 from stretto.ops.triton_launch import begin
 
 SHORT = 24  # most tokens of a row that is fed token by token, where long ones are fed in chunks
-CHUNKS = False  # off until tests/gpu/test_states_cuda.py has passed: with another tiling a device read out of bounds
+CHUNKS = False  # off until tests/gpu/test_states_cuda.py has passed with the warps that `Chunking` has now
 VALUES = 32  # features of a value of one program that feeds tokens
 
 
 @dataclass(frozen=True)
 class Chunking:
-    """How long rows are fed: `tokens` of a chunk, `values` features of a program that goes from chunk to chunk."""
+    """How long rows are fed: `tokens` of a chunk, `values` features of a program that goes from chunk to chunk. A warp
+    takes 16 tokens of a chunk: where there are more, the compiler gives some of them rows that no chunk has."""
 
     tokens: int
     values: int
-    warps: int = 8  # of a program that makes a chunk ready
+    warps: int = 4  # of a program that makes a chunk ready
     warps_on: int = 4  # of one that goes from chunk to chunk
     stages: int = 1  # how far its loads run ahead
 

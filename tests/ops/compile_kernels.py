@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -57,7 +58,20 @@ def build(kernel, constants: dict, warps: int, arch: int, types: dict[str, str])
     aligned = [n for n in names if of[n].startswith("*") or n in ("n", "inputs", "x_stride", "size", *STRIDES)]
     source = ASTSource(kernel, of, {(names.index(n),): v for n, v in constants.items()},
                        {(names.index(n),): [["tt.divisibility", 16]] for n in aligned})
-    return compile_source(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps}).metadata.shared
+    compiled = compile_source(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    check_products(kernel.__name__, compiled.asm["ttgir"])
+    return compiled.metadata.shared
+
+
+def check_products(name: str, code: str) -> None:
+    """A product by warp groups (wgmma) gives each warp 16 rows. Where more warps stand one below the other than it has
+    rows, as the compiler puts them where one product's result is another's operand, some of them have none: kernels
+    of this kind, and no others, have read out of bounds on a device."""
+    warps = {m[1]: int(m[2]) for m in re.finditer(
+        r"(#mma\d*) = #ttg\.nvidia_mma<\{versionMajor = 3,.*?warpsPerCTA = \[(\d+), \d+\]", code)}
+    for rows, layout in re.findall(r"warp_group_dot .*-> tensor<(\d+)x\d+x\w+, (#mma\d*)>", code):
+        if 16 * warps[layout] > int(rows):
+            raise ValueError(f"{name}: a product of {rows} rows is given to {warps[layout]} warps of 16 rows each")
 
 
 def layer_kernels(arch: int, pdl: bool):

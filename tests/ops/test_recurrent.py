@@ -18,6 +18,7 @@ from stretto.ops.triton_delta import SHORT, Chunking, launch_delta_rule
 from stretto.ops.triton_delta_net import launch_delta_inputs, launch_gated_norm
 from stretto.ops.triton_recurrent import launch_conv
 from stretto.ragged import RaggedStep
+from tests.ops.bounds import within_bounds
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE, CELLS, PAGES = 4, 5, 120
@@ -154,6 +155,32 @@ def test_recurrence_in_chunks(dtype, chunk, short, delta, alike, tolerance):
     inputs = inputs if delta else (*inputs[:4], None)
     right, after = delta_plainly(step, where, kept, *inputs)
     check(lambda own: launch_delta_rule(*inputs, own, where, dtype, short, chunk), right, kept, after, tolerance)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a device tells by itself")
+@pytest.mark.parametrize("dtype, delta", [
+    (torch.bfloat16, True), pytest.param(torch.float32, True, marks=pytest.mark.full),
+    pytest.param(torch.bfloat16, False, marks=pytest.mark.full)])
+def test_chunks_touch_nothing_beyond_their_tensors(dtype, delta, monkeypatch):
+    """With the tiles of real models: keys of 128 features, rows that do not fill their last chunk."""
+    step = ragged(9)
+    where, kept = StateStep.of(step, 0, CELLS), of_slots((1, 128, 32))
+    inputs = delta_inputs(len(step.ids), 1, 1, 128, 32)
+    inputs = inputs if delta else (*inputs[:4], None)
+    with within_bounds(monkeypatch) as seen:
+        launch_delta_rule(*inputs, kept, where, dtype, short=11)
+    assert min(seen.values()) > 10**4
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a device tells by itself")
+def test_addresses_beyond_a_tensor_are_found(monkeypatch):
+    """Else the test above could not fail: a row says that it is longer than the tensors are."""
+    step = ragged()
+    step.q_len[-1] += 8
+    where, kept = StateStep.of(step, 0, CELLS), of_slots((2, 6, 40))
+    inputs = delta_inputs(len(step.ids), 2, 2, 6, 40)
+    with within_bounds(monkeypatch), pytest.raises(Exception, match="beyond all tensors of the kernel"):
+        launch_delta_rule(*inputs, kept, where, torch.float32, short=2, how=Chunking(16, 16))
 
 
 @pytest.mark.parametrize("tokens, heads, values, size", [(1, 2, 4, 8), (5, 3, 3, 12), (0, 2, 2, 8)])
