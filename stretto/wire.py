@@ -458,21 +458,17 @@ def unpack_result(packed: np.ndarray) -> StepResult:
     layout = ResultLayout(*head[1:7])
     end = RESULT_HEADER + layout.rows * layout.row_words
     table = packed[RESULT_HEADER:end].reshape(layout.rows, layout.row_words)
-    rows, wants = [], []
-    for words in table.tolist():
-        slot, epoch, fed, verified, length, known, flags, n_new, n_offered = words[:_ROW_INTS]
-        new = words[_ROW_INTS : _ROW_INTS + n_new]
-        first_offer = _ROW_INTS + layout.width
-        offered = words[first_offer : first_offer + n_offered]
-        rows.append(RowResult(slot, epoch, fed, verified, length, known, bool(flags & 1), new, offered))
-        wants.append(((flags >> 1) & (NOTHING_LEFT - 1)) - 1)
-        if flags >> 1 & NOTHING_LEFT:
-            rows[-1].fault = "it left nothing that can be sampled: every logit is -inf, or one is NaN or +inf"
+    new, offers = _ROW_INTS, _ROW_INTS + layout.width  # where they begin
+    rows = [RowResult(row[0], row[1], row[2], row[3], row[4], row[5], (row[6] & 1) == 1, row[new : new + row[7]],
+                      row[offers : offers + row[8]]) for row in table.tolist()]
+    wants = table[:, ROW_FLAGS] >> 1
+    for i in (wants & NOTHING_LEFT).nonzero()[0].tolist():
+        rows[i].fault = "it left nothing that can be sampled: every logit is -inf, or one is NaN or +inf"
     for row, message in unpack_processors(faults).items():  # the same layout
         rows[row].fault = message.decode()
     scored = layout.words - layout.rows * layout.pooled
     if layout.alternatives >= 0:
-        _unpack_scores(packed[end:scored], layout, rows, wants)
+        _unpack_scores(packed[end:scored], layout, rows, ((wants & (NOTHING_LEFT - 1)) - 1).tolist())
     if layout.pooled:
         vectors = np.ascontiguousarray(packed[scored:]).view(np.float32).reshape(layout.rows, layout.pooled)
         for result, vector in zip(rows, vectors):
