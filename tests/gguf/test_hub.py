@@ -263,6 +263,8 @@ class Hub:
 
     def __init__(self, files: dict[str, bytes]):
         self.files, self.fetched = files, []
+        self.cut: dict[str, int] = {}  # files whose connections end half-way, and how many times more
+        self.begun: list[tuple[str, int]] = []  # each file that was sent, and from which byte on
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -288,16 +290,26 @@ class Hub:
                 if body:
                     owner.fetched.append(name)
                 content = owner.files[name]
-                self.reply(content, body, headers={"ETag": f'"{hashlib.sha1(content).hexdigest()}"',
-                                                   "X-Repo-Commit": owner.commit})
+                headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": owner.commit,
+                           "Accept-Ranges": "bytes"}
+                start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
+                if start:
+                    headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+                if body:
+                    owner.begun.append((name, start))
+                half = len(content[start:]) // 2 if body and owner.cut.get(name) else None
+                if half is not None:
+                    owner.cut[name] -= 1
+                self.reply(content[start:], body, 206 if start else 200, headers, half)
 
-            def reply(self, content, body, status=200, headers=None):
+            def reply(self, content, body, status=200, headers=None, sent=None):
                 self.send_response(status)
                 for key, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
                     self.send_header(key, value)
                 self.end_headers()
                 if body:
-                    self.wfile.write(content)
+                    self.wfile.write(content[:sent])
+                    self.close_connection = True
 
             def log_message(self, *args):
                 pass
@@ -355,6 +367,35 @@ def test_hub_file(tmp_path, small_hub):
     out, err = resolve_elsewhere(tmp_path, "org/model/small.gguf", HF_ENDPOINT=small_hub.url)
     assert Path(out).read_bytes() == b"GGUF", err
     assert small_hub.fetched == ["small.gguf"]
+
+
+def test_hub_download_goes_on_where_a_connection_broke(tmp_path, small_hub):
+    """The hub's client writes 10 MB at a time, and asks for what follows them."""
+    weights = bytes(range(256)) * 90_000
+    small_hub.files["model-2.safetensors"] = weights
+    small_hub.cut["model-2.safetensors"] = 1
+    out, err = resolve_elsewhere(tmp_path, "org/model", HF_ENDPOINT=small_hub.url)
+    assert (Path(out) / "model-2.safetensors").read_bytes() == weights, err
+    assert [start for name, start in small_hub.begun if name == "model-2.safetensors"] == [0, 10 << 20]
+
+
+def test_hub_download_of_a_process_that_ended_keeps_whole_files(tmp_path, small_hub):
+    small_hub.cut["model-2.safetensors"] = 99
+    out, err = resolve_elsewhere(tmp_path, "org/model", HF_ENDPOINT=small_hub.url)
+    assert not out and "ModelNotFound" in err
+    small_hub.cut.clear()
+    small_hub.begun.clear()
+    out, err = resolve_elsewhere(tmp_path, "org/model", HF_ENDPOINT=small_hub.url)
+    assert (Path(out) / "model-2.safetensors").read_bytes() == b"two", err
+    assert [name for name, _ in small_hub.begun] == ["model-2.safetensors"]
+
+
+def test_hub_file_in_parts(tmp_path, small_hub):
+    parts = {f"Q4/m-0000{i}-of-00003.gguf": b"part %d" % i for i in (1, 2, 3)}
+    small_hub.files |= parts
+    out, err = resolve_elsewhere(tmp_path, "org/model/Q4/m-00002-of-00003.gguf", HF_ENDPOINT=small_hub.url)
+    assert Path(out).name == "m-00001-of-00003.gguf", err
+    assert {f"Q4/{p.name}": p.read_bytes() for p in Path(out).parent.iterdir()} == parts
 
 
 @pytest.mark.parametrize(("name", "remove", "message"), [
