@@ -9,7 +9,25 @@ from hypothesis import strategies as st
 
 from stretto.host.faults import HostFault
 from stretto.host.ops import Ops
-from stretto.wire import HEADER, N_INT, N_REAL, HostDraft, PageOp, Seat, pack_plan, split_plan
+from stretto.wire import (
+    HEADER,
+    N_INT,
+    N_REAL,
+    ROW_FED,
+    ROW_FLAGS,
+    ROW_NEW,
+    ROW_OFFERED,
+    ROW_SLOT,
+    ROW_VERIFIED,
+    HostDraft,
+    PageOp,
+    ResultLayout,
+    Seat,
+    StepResult,
+    pack_plan,
+    split_plan,
+    unpack_result,
+)
 
 
 def seat(slot: int, fresh: bool = True) -> Seat:
@@ -101,3 +119,20 @@ def test_the_last_map_of_a_table_entry_counts(entries):
     assert packed.dtype == np.int32
     assert {(s, g, i): page for s, g, i, page in views.maps.tolist()} == table
     assert len(views.maps) == len(table)
+
+
+def test_counts_of_a_result_are_those_of_its_rows():
+    """As it travelled, and as whoever makes a result by hand has it."""
+    layout = ResultLayout(2, 3, 2)
+    body = [5, 9, 3, 2, 12, 13, 1 | 1 << 1, 3, 1, 70, 71, 72, 80, 0,
+            6, -1, 0, 0, 4, 5, 0, 0, 0, 0, 0, 0, 0, 0]
+    travelled = unpack_result(np.asarray([*layout.header(4), *body], dtype=np.int32))
+    by_hand = StepResult(4, travelled.rows)
+    assert [(row.new, row.offered, row.done) for row in travelled.rows] == [([70, 71, 72], [80], True), ([], [], False)]
+    flags = [(1, 1), (0, 0)]
+    for result in (travelled, by_hand):
+        counts = result.counts()
+        assert counts[:, [ROW_SLOT, ROW_FED, ROW_VERIFIED, ROW_NEW, ROW_OFFERED]].tolist() == [
+            [5, 3, 2, 3, 1], [6, 0, 0, 0, 0]]
+        assert [(flag & 1, done) for flag, (_, done) in zip(counts[:, ROW_FLAGS].tolist(), flags)] == flags
+    assert StepResult(4, []).counts().shape == (0, 9)
