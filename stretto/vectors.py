@@ -15,3 +15,8 @@ def unit_vectors(raw: Sequence[bytes], dimensions: int | None = None) -> np.ndar
         raise FloatingPointError("the model's hidden states are not finite numbers")
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+
+
+def cosines(vectors: np.ndarray, left: int) -> np.ndarray:
+    """Of the first `left` unit vectors with those behind them, one with each or pair by pair. [N, D] -> [N - left]."""
+    return (vectors[:left] * vectors[left:]).sum(1)

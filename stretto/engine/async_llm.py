@@ -20,14 +20,22 @@ import numpy as np
 from stretto.config import Config
 from stretto.engine.build import build_core
 from stretto.engine.inprocess import InProcessEngine
-from stretto.engine.llm import GenerationError, Message, Prompt, chat_tokens, make_config, prompt_tokens
+from stretto.engine.llm import (
+    GenerationError,
+    Message,
+    Prompt,
+    chat_tokens,
+    make_config,
+    prompt_tokens,
+    score_texts,
+)
 from stretto.engine.locate import configured_tokenizer
 from stretto.engine.prepare import prepare
 from stretto.foreign.python import OF_LLM, missing
 from stretto.params import SamplingParams
 from stretto.protocol import Action, EngineInfo, EngineStats, Output, Request, SessionInfo, SessionTurn
 from stretto.text.tokenizer import Tokenizer
-from stretto.vectors import unit_vectors
+from stretto.vectors import cosines, unit_vectors
 
 
 class AsyncLLM:
@@ -79,6 +87,11 @@ class AsyncLLM:
                     dimensions: int | None = None) -> np.ndarray:
         """As `LLM.embed`, of a list."""
         return unit_vectors(await asyncio.gather(*(self._vector(text, pooling) for text in texts)), dimensions)
+
+    async def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str]) -> np.ndarray:
+        """As `LLM.score`."""
+        left, right = score_texts(text_1, text_2)
+        return cosines(await self.embed([*left, *right]), len(left))
 
     async def _vector(self, text: Prompt, pooling: Literal["last", "mean"] | None) -> bytes:
         tokens = prompt_tokens(self.tokenizer, text)

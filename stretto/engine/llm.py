@@ -51,7 +51,7 @@ from stretto.protocol import (
 )
 from stretto.text.grammar import GrammarError, check_grammar
 from stretto.text.tokenizer import Tokenizer
-from stretto.vectors import unit_vectors
+from stretto.vectors import cosines, unit_vectors
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
 Message = Mapping[str, Any]
@@ -153,6 +153,14 @@ def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequen
                             add_special_tokens=False)
 
 
+def score_texts(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> tuple[list[str], list[str]]:
+    """Both as lists. Raises ValueError for several texts that are no pairs."""
+    left, right = ([text] if isinstance(text, str) else list(text) for text in (text_1, text_2))
+    if len(left) not in (1, len(right)):
+        raise ValueError(f"text_1 has {len(left)} texts and text_2 has {len(right)}; give one, or as many")
+    return left, right
+
+
 class LLM:
     """A model and its engine, stepped on the caller's thread. Several threads may use one: what they ask for at the
     same time runs in the same steps, which one of them drives at a time. `AsyncLLM` is for asyncio.
@@ -241,11 +249,8 @@ class LLM:
     def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str]) -> np.ndarray:
         """How near texts are to each other: the cosine of their embeddings, [N] float32, of one text with each of
         several, or of several pairs. Raises RequestError."""
-        left, right = ([text] if isinstance(text, str) else list(text) for text in (text_1, text_2))
-        if len(left) not in (1, len(right)):
-            raise ValueError(f"text_1 has {len(left)} texts and text_2 has {len(right)}; give one, or as many")
-        vectors = self.embed([*left, *right])
-        return (vectors[: len(left)] * vectors[len(left):]).sum(1)
+        left, right = score_texts(text_1, text_2)
+        return cosines(self.embed([*left, *right]), len(left))
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, pooling: Literal["last", "mean"] | None = None,
               dimensions: int | None = None) -> np.ndarray:

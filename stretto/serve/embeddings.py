@@ -41,7 +41,7 @@ from stretto.serve.schemas import (
 )
 from stretto.serve.service import Generation, Service, total_usage
 from stretto.serve.streaming import ClientGone, while_connected
-from stretto.vectors import unit_vectors
+from stretto.vectors import cosines, unit_vectors
 
 Vectors = np.ndarray  # [N, dimensions] float32, each of length 1
 
@@ -89,7 +89,7 @@ def embeddings(service: Service) -> APIRouter:
 
         async def run() -> Any:
             vectors = await call.vectors([*left, *right])
-            scores = (vectors[: len(left)] * vectors[len(left) :]).sum(1).tolist()
+            scores = cosines(vectors, len(left)).tolist()
             return {"object": "list", "id": f"score-{call.id}", "created": int(time.time()),
                     "model": call.body.model or service.names[0], "usage": call.usage, "data": [
                         {"object": "score", "index": i, "score": one} for i, one in enumerate(scores)]}

@@ -183,7 +183,7 @@ def install(app: FastAPI) -> None:
 
     async def no_route(request: Request, error: Exception) -> Response:
         path = request.url.path
-        hint = did_you_mean(path, known_paths(app))
+        hint = _instead(path) or did_you_mean(path, known_paths(app))
         return ApiError(404, f"there is no {path[:SHOWN]}.{hint}", code="unknown_url").response()
 
     async def wrong_method(request: Request, error: Exception) -> Response:
@@ -208,6 +208,22 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, gone)
     for kind in (ApiError, RequestError, EngineDead, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
+
+
+# Paths of servers that this one is not: the beginning -> what there is instead.
+_TEXT_ONLY = "This server reads and writes text only."
+_ELSEWHERE = {"/api/": "This server does not speak Ollama's API; OpenAI's is at /v1: give that as the base URL.",
+              "/v1/audio": _TEXT_ONLY, "/v1/images": _TEXT_ONLY, "/v1/videos": _TEXT_ONLY, "/v1/realtime": _TEXT_ONLY,
+              "/v1/files": "Files of requests are answered by `stretto run-batch`.",
+              "/v1/batches": "Files of requests are answered by `stretto run-batch`.",
+              "/v1/conversations": "Conversations go on by previous_response_id, or as sessions (/v1/sessions).",
+              "/v1/assistants": "Assistants are not served; /v1/responses is.",
+              "/v1/threads": "Assistants are not served; /v1/responses is.",
+              "/v1/moderations": "There is no moderation.", "/v1/fine_tuning": "Models are not trained here."}
+
+
+def _instead(path: str) -> str | None:
+    return next((f" {words}" for start, words in _ELSEWHERE.items() if path.startswith(start)), None)
 
 
 def known_paths(app: FastAPI) -> list[str]:

@@ -206,6 +206,7 @@ async def test_async_llm_serves_callers_side_by_side(folder, llm: LLM) -> None:
         assert await engine.abort("left")
         assert [o.finish_reason async for o in stream][-1:] == ["abort"]
         assert await ask("two") == want["two"]
+        assert np.allclose(await engine.score("one", ["two", "one"]), llm.score("one", ["two", "one"]))
         assert (await engine.stats()).gauges["running"] == 0
 
 

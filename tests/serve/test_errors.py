@@ -66,6 +66,12 @@ async def test_values_of_another_type_are_shown(api: Api, path: str, body: dict,
     assert words in check_shape(await api.http.post(path, json=body), 400, param)
 
 
+@pytest.mark.parametrize("path, words", [("/api/chat", "Ollama's API"), ("/v1/audio/speech", "text only"),
+                                         ("/v1/batches", "run-batch"), ("/chat/completions", "'/v1/chat/completions'")])
+async def test_paths_of_other_servers_get_the_reason(api: Api, path: str, words: str):
+    assert words in check_shape(await api.http.post(path, json={}), 404, None, "unknown_url")
+
+
 async def test_head_is_get_without_a_body():
     async with make_served(api_keys=("secret",)) as served:
         for path in ("/health", "/", "/metrics", "/v1/models", "/none"):
