@@ -16,6 +16,7 @@ import torch
 
 from stretto.device.kv import Paged
 from stretto.ops.commit import Commit
+from stretto.ops.native import step as native
 from stretto.sample.custom import CustomProcessors
 from stretto.sample.rejection import Proposals
 from stretto.spec.api import Offer
@@ -215,12 +216,19 @@ class SlotTable:
 
     # ------------------------------------------------------------------------------------------------ after verify
     def commit(self, slots: torch.Tensor, outcome: Commit) -> None:
-        """Writes what a step proved. `slots` [R] int64; slots of padded rows are 0. One launch on CUDA."""
+        """Writes what a step proved. `slots` [R] int64; slots of padded rows are 0. One launch on CUDA,
+        one call of a native kernel on a CPU that has them."""
         if slots.is_cuda:
             from stretto.ops.triton_step import launch_commit
 
             launch_commit(slots, outcome, self.ints, self.log)
-            return
+        elif native.takes(self.ints, self.log):
+            native.launch_commit(slots, outcome, self.ints, self.log)
+        else:
+            self.commit_reference(slots, outcome)
+
+    def commit_reference(self, slots: torch.Tensor, outcome: Commit) -> None:
+        """In torch's operations."""
         width = outcome.ids.shape[1]
         offsets = torch.arange(width, device=self.device)
         emitted = offsets < outcome.n_new[:, None]

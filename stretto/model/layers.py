@@ -85,8 +85,10 @@ class Linear:
 
     def joined(self, x: torch.Tensor) -> NativeMatrix | None:
         """The matrix, where the product of x can be one call with what stands around it."""
-        alone = isinstance(self._matrix, NativeMatrix) and self._shard is None and self._alone
-        return self._matrix if alone and self._matrix.joins(x) else None
+        matrix = self._matrix
+        if isinstance(matrix, NativeMatrix) and self._shard is None and self._alone and matrix.joins(x):
+            return matrix
+        return None
 
     def normed(self, x: torch.Tensor, norm: RMSNorm, act: str | None = None) -> torch.Tensor:
         """self(norm(x)), in fewer launches and calls; with `act`, the gated halves of it, [T, rows / 2]."""

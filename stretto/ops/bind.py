@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from stretto.ops.native import step as native
 from stretto.ragged import RaggedStep
 from stretto.wire import Goal, Int
 
@@ -60,11 +61,14 @@ def bind(rows: torch.Tensor, ints: torch.Tensor, log: torch.Tensor, page_tables:
     """rows [R, 3]; the table's `ints` [N_INT, S], `log` [S, C], page tables [S, pages] a group.
 
     `n_tokens` and `n_logits` are the sizes of the bucket. None: as many as there are, which reads two lengths on the
-    host and so is for devices whose memory is the host's. On CUDA these are two launches."""
+    host and so is for devices whose memory is the host's. On CUDA these are two launches, on a CPU two calls where
+    there are native kernels."""
     if rows.is_cuda and n_tokens is not None and n_logits is not None:
         from stretto.ops.triton_step import launch_bind
 
         return launch_bind(rows, ints, log, page_tables, page_size, n_tokens, n_logits)
+    if n_tokens is None and n_logits is None and page_tables and native.takes(ints, log):
+        return native.launch_bind(rows, ints, log, page_tables, page_size)
     return bind_reference(rows, ints, log, page_tables, page_size, n_tokens, n_logits)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from stretto.ops.native import step as native
 from stretto.ops.outcome import Commit
 from stretto.ragged import RaggedStep
 from stretto.wire import Goal, Int
@@ -21,11 +22,13 @@ __all__ = ["Commit", "judge", "judge_reference"]
 def judge(step: RaggedStep, sampled: torch.Tensor, ints: torch.Tensor, log: torch.Tensor, stops: torch.Tensor,
           width: int) -> Commit:
     """sampled [L] int64, aligned with the step's logit rows; `width` is at least the largest n_out of the step. One
-    launch on CUDA."""
+    launch on CUDA, one call of a native kernel on a CPU that has them."""
     if sampled.is_cuda and len(sampled):
         from stretto.ops.triton_step import launch_judge
 
         return launch_judge(step, sampled, ints, log, stops, width)
+    if native.takes(ints, log):
+        return native.launch_judge(step, sampled, ints, log, stops, width)
     return judge_reference(step, sampled, ints, log, stops, width)
 
 

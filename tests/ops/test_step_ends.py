@@ -11,6 +11,7 @@ from stretto.device.record import pack_rows_reference
 from stretto.device.slots import SlotTable
 from stretto.ops.bind import bind_reference
 from stretto.ops.commit import Commit, judge_reference
+from stretto.ops.native import step as native
 from stretto.ops.triton_step import (
     launch_argmax,
     launch_bind,
@@ -135,7 +136,8 @@ def _commit_equals_reference(table: SlotTable, slots: torch.Tensor, outcome: Com
     on_cpu = SlotTable(SLOTS, CONTEXT, 4, 1, torch.device("cpu"))
     on_cpu.ints.copy_(table.ints)
     on_cpu.log.copy_(table.log)
-    on_cpu.commit(slots.cpu(), Commit(**{f.name: getattr(outcome, f.name).cpu() for f in dataclasses.fields(Commit)}))
+    found = {f.name: getattr(outcome, f.name).cpu() for f in dataclasses.fields(Commit)}
+    on_cpu.commit_reference(slots.cpu(), Commit(**found))
     assert torch.equal(ints.cpu()[:, 1:], on_cpu.ints[:, 1:]) and torch.equal(log.cpu()[1:], on_cpu.log[1:])
     assert ints[Int.DONE, 0] == 1
 
@@ -165,3 +167,30 @@ def test_draws_are_the_references(vocab):
     got = launch_draw(logits.to(DEVICE), slots.to(DEVICE), at.to(DEVICE), table.ints.to(DEVICE),
                       table.reals.to(DEVICE), 0)
     assert got.tolist() == want.tolist() and len(set(want.tolist())) > 3
+
+
+@pytest.mark.skipif(not native.there(), reason="no C++ compiler")
+@pytest.mark.parametrize(("n", "groups"), [(1, 1), (7, 2), (11, 1)])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_native_kernels_from_end_to_end(seed, n, groups):
+    """Bit for bit, over the same tables; padded rows are those of slot 0."""
+    table, g = table_of(seed, groups)
+    ints, log, stops = table.ints.cpu(), table.log.cpu(), table.stops.cpu()
+    pages, rows = tuple(t.cpu() for t in table.page_tables), rows_of(table, g, n, 2).cpu()
+    step = native.launch_bind(rows, ints, log, pages, 4)
+    same(step, bind_reference(rows, ints, log, pages, 4))
+    count = int(step.cu_out[-1])
+    at = ints[Int.KNOWN, step.slots[step.out_rows]] + torch.arange(count) - step.cu_out[step.out_rows]
+    drafted = log[step.slots[step.out_rows], at.long().clamp(0, CONTEXT - 1)].long()
+    sampled = torch.where(torch.rand(count, generator=g) < 0.7, drafted, torch.randint(0, 6, (count,), generator=g))
+    width = max(int(step.n_out.max()), 1)
+    outcome = native.launch_judge(step, sampled, ints, log, stops, width)
+    same(outcome, judge_reference(step, sampled, ints, log, stops, width))
+    mine = ints.clone(), log.clone()
+    native.launch_commit(step.slots, outcome, *mine)
+    on_cpu = SlotTable(SLOTS, CONTEXT, 4, 1, torch.device("cpu"))
+    on_cpu.ints.copy_(ints)
+    on_cpu.log.copy_(log)
+    on_cpu.commit_reference(step.slots, outcome)
+    assert torch.equal(mine[0][:, 1:], on_cpu.ints[:, 1:]) and torch.equal(mine[1][1:], on_cpu.log[1:])
+    assert mine[0][Int.DONE, 0] == 1
