@@ -133,13 +133,20 @@ async def run_batch(http: httpx.AsyncClient, items: Iterator[BatchItem], output:
             _count(tally, None, str(e))
         else:
             record["response"] = {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}
-            _count(tally, reply, f"{item.custom_id}: status {reply.status}: {json.dumps(reply.body)[:200]}")
+            _count(tally, reply, f"{item.custom_id}: status {reply.status}: {_said(reply.body)}")
         output.write(json.dumps(record) + "\n")
         output.flush()
         on_answer(tally)
 
     await for_each(items, one, concurrency)
     return tally
+
+
+def _said(body: Any) -> str:
+    """What a refusal says, in its own words where they are where they should be."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return message if isinstance(message, str) else json.dumps(body)[:200]
 
 
 def _count(tally: Tally, reply: Reply | None, failure: str) -> None:
