@@ -14,7 +14,7 @@ from stretto.engine.core import EngineCore
 from stretto.host.grammar import Grammars
 from stretto.model.load import load_model
 from stretto.params import Grammar, SamplingParams
-from stretto.protocol import Output, Request
+from stretto.protocol import Output, Request, TokenLogprob
 from stretto.testing import SAMPLED, Ask, Lab, Setup, counters, greedy, make_engine, run, same_text, target_of
 from stretto.text.grammar import vocabulary
 from stretto.text.stream import IncrementalText
@@ -238,11 +238,40 @@ def case_10_07_entries_of_page_tables_beyond_a_row_are_never_followed(lab: Lab) 
     same_text(run(engine, asks), lab.plain(asks), "poisoned tables")
 
 
+def case_11_01_log_probabilities_of_prompt_and_answer(lab: Lab) -> None:
+    """As /v1/completions reports them with `echo`; the second wave finds its prompts cached, beside the first one."""
+    asks = lab.asks(8, logprobs=3, prompt_logprobs=2)[:3] + lab.asks(8, "later", logprobs=3)[:3]
+
+    def scores(drafter: str | None) -> dict[str, list[TokenLogprob]]:
+        engine, waiting = make_engine(lab.model, drafter, lab.target, lab.setup(chunk=8, page_size=4)), asks[::-1]
+        found: dict[str, list[TokenLogprob]] = {ask.rid: [] for ask in asks}
+        for step in range(1000):
+            if waiting and step % 2 == 0:
+                ask = waiting.pop()
+                engine.submit(Request(rid=ask.rid, tokens=list(ask.tokens), sampling=ask.sampling, want_text=False))
+            for output in engine.step():
+                found[output.rid] += [*(output.prompt_logprobs or ()), *(output.logprobs or ())]
+            if not engine.has_work and not waiting:
+                break
+        told = counters(engine)
+        assert told["mixed_steps"] > 0 and told["cached_tokens"] > 0 and (told["drafted"] > 0) == (drafter is not None)
+        return found
+
+    got, want = scores(lab.drafter), scores(None)
+    for ask in asks:
+        of_prompt = len(ask.tokens) if ask.sampling.prompt_logprobs else 0
+        assert len(got[ask.rid]) == len(want[ask.rid]) == of_prompt + 8
+        for one, other in zip(got[ask.rid], want[ask.rid]):
+            assert one.token_id == other.token_id and one.top_ids == other.top_ids
+            assert one.logprob == pytest.approx(other.logprob, abs=2e-3)  # None: of a prompt's first id
+            assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=2e-3)
+
+
 CASES: tuple[Callable[[Lab], None], ...] = tuple(f for name, f in sorted(globals().items()) if name.startswith("case_"))
 ALWAYS = {"case_1_07": "dspark", "case_1_09": "dflash", "case_2_01": "eagle", "case_2_05": "standalone",
           "case_2_07": "eagle3", "case_3_01": "standalone", "case_3_03": "standalone", "case_3_05": "standalone",
           "case_3_07": "standalone", "case_4_03": "dflash", "case_4_07": "dspark", "case_4_11": "ngram",
-          "case_10_01": "eagle3", "case_10_07": "eagle3"}  # what the quick suite runs
+          "case_10_01": "eagle3", "case_10_07": "eagle3", "case_11_01": "mtp"}  # what the quick suite runs
 
 
 @pytest.mark.parametrize(("kind", "case"), [
