@@ -3,6 +3,7 @@ device, beside what they stand for."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,9 @@ from stretto.model.packed_matrix import (
 )
 from stretto.ops.gates import Gate
 from stretto.ops.grouped import group_by_expert, grouped_linear_reference
-from stretto.ops.native.library import library
+from stretto.ops.native import build
+from stretto.ops.native import packed as native
+from stretto.ops.native.library import library, load
 from stretto.ops.packed import MOST_ROWS, Layout, Packed, pack4, unpack4
 from stretto.ops.triton_packed import (
     INTERPRETED,
@@ -187,6 +190,20 @@ def test_native_products_are_float32_sums(layout, dtype):
     assert torch.equal(matrix(x), sums.to(dtype))
     for start, end in ((0, 1), (3, 20), (36, 37), (5, 21), *((0, n) for n in range(1, 18))):
         assert torch.equal(matrix.logits(x[start:end]), sums[start:end])
+
+
+@needs_native
+@pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="no AVX2")
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[7], NATIVE[-2]], ids=native_name)
+def test_registers_of_another_width_give_the_same_bits(layout, monkeypatch):
+    weight, x = made_native(layout), randn(11, 384)
+    want = packed_matrix(weight)(x)
+    monkeypatch.setattr(build, "FLAGS", tuple(f.replace("native", "x86-64-v3") for f in build.FLAGS))
+    narrow = load(build.HEADERS / "packed.cpp")
+    multiply = ctypes.CFUNCTYPE(None, *native.MULTIPLY)(("multiply_rows", narrow))
+    monkeypatch.setattr(native, "_multiply", lambda: multiply)
+    for start, end in ((0, 11), (2, 3), (3, 9)):
+        assert torch.equal(packed_matrix(weight)(x[start:end]), want[start:end])
 
 
 @needs_native

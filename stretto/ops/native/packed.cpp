@@ -22,7 +22,7 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -31,16 +31,18 @@ using stretto::for_each;
 namespace {
 
 constexpr int LANES = 16;  // outputs of a panel
+// WIDTH: outputs that one register holds. MOST: rows that are multiplied at once, two sums each in registers.
 #if defined(__AVX512F__)
-constexpr int MOST = 8;  // rows that are multiplied at once: two sums each in registers
+constexpr int WIDTH = 16, MOST = 8;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8, MOST = 4;
 #else
-constexpr int MOST = 4;
+constexpr int WIDTH = 4, MOST = 4;
 #endif
 
-using Floats = float __attribute__((vector_size(64)));
-using Ints = int32_t __attribute__((vector_size(64)));
-using Words = uint32_t __attribute__((vector_size(64)));
-using Bytes = int8_t __attribute__((vector_size(16)));
+using Floats = float __attribute__((vector_size(4 * WIDTH)));
+using Ints = int32_t __attribute__((vector_size(4 * WIDTH)));
+using Words = uint32_t __attribute__((vector_size(4 * WIDTH)));
 
 template <class T>
 inline T load(const void *from) {
@@ -51,19 +53,33 @@ inline T load(const void *from) {
 
 inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }  // contracted: see build.FLAGS
 
-inline Floats all(float x) { return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline Floats all(float x) { return x - Floats{}; }
 
+// GCC 12 takes conversions apart, so those of x86 are written out.
 inline Floats halves(const uint8_t *from) {
 #if defined(__AVX512F__)
-    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
+    return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
 #else
-    using Half = _Float16 __attribute__((vector_size(32)));
+    using Half = _Float16 __attribute__((vector_size(2 * WIDTH)));
     return __builtin_convertvector(load<Half>(from), Floats);
 #endif
 }
 
+inline Floats bytes_of(const uint8_t *from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from))));
+#else
+    using Bytes = int8_t __attribute__((vector_size(WIDTH)));
+    return __builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats);
+#endif
+}
+
 // ------------------------------------------------------------------------------------------------------------ codes
-// Some inputs' codes of a panel as factors of X: `[j]` is multiplied by the j-th of PARTS numbers of x, and `add`ed.
+// Some inputs' codes of WIDTH outputs as factors of X: `[j]` is multiplied by the j-th of PARTS numbers of x, and `add`ed.
 template <int BITS, class X>
 struct Codes;
 
@@ -82,14 +98,6 @@ struct Codes<4, float> {
     }
     static Floats add(Floats code, float x, Floats sum) { return fma(code, all(x), sum); }
 };
-
-inline Floats bytes_of(const uint8_t *at) {
-#if defined(__AVX512F__)  // GCC 12 takes the conversion apart
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)load<Bytes>(at)));
-#else
-    return __builtin_convertvector(__builtin_convertvector(load<Bytes>(at), Ints), Floats);
-#endif
-}
 
 template <>
 struct Codes<8, float> {
@@ -162,8 +170,8 @@ struct Rows {
     const float *sums;  // over the inputs of each group: [groups, count]
 };
 
-// What ROWS rows have of a panel so far. Arrays are indexed by numbers that are known when this is compiled, and stay in
-// registers.
+// What ROWS rows have of WIDTH outputs so far. Arrays are indexed by numbers that are known when this is compiled, and stay
+// in registers.
 template <int BITS, int ROWS, class X>
 struct Sums {
     using Code = Codes<BITS, X>;
@@ -179,47 +187,49 @@ struct Sums {
         }
     }
 
-    void close(const Matrix &m, const uint8_t *at, const float *sums) {  // a group
-        const Floats scale = m.halves ? halves(at) : load<Floats>(at);
+    void close(const Matrix &m, const uint8_t *scales, const float *sums) {  // a group
+        const Floats scale = m.halves ? halves(scales) : load<Floats>(scales);
         for (int r = 0; r < ROWS; ++r) {
             total[r] = fma(scale, even[r] + odd[r], total[r]);
             even[r] = odd[r] = Floats{};
         }
         if (!m.offsets) return;
-        const uint8_t *stored = at + m.scale_bytes();
+        const uint8_t *stored = scales + m.scale_bytes();
         const Floats offset = m.halves ? fma(all(8.0f), scale, halves(stored)) : load<Floats>(stored);
         for (int r = 0; r < ROWS; ++r) total[r] = fma(offset, all(sums[r]), total[r]);
     }
 };
 
-// ROWS rows by a panel -> totals [ROWS]
+// ROWS rows by the WIDTH outputs of a panel from `first` on -> totals [ROWS]
 template <int BITS, int ROWS, class X>
-void tile(const Matrix &m, const uint8_t *at, const Rows<X> &rows, Floats *totals) {
+void tile(const Matrix &m, const uint8_t *panel, int first, const Rows<X> &rows, Floats *totals) {
     using Code = Codes<BITS, X>;
     Sums<BITS, ROWS, X> made;
     const X *x = rows.x;
     const float *sums = rows.sums;
-    const int64_t head = (1 + m.offsets) * m.scale_bytes(), bytes = m.group_bytes();
-    for (const uint8_t *end = at + m.panel_bytes(); at < end; at += bytes, sums += ROWS) {
-        for (int64_t i = head; i < bytes; i += LANES * Code::STEP * BITS / 8, x += Code::PARTS * ROWS)
-            made.take(at + i, x);
-        made.close(m, at, sums);
+    const int64_t head = (1 + m.offsets) * m.scale_bytes() + first * (BITS == 4 ? 4 : 1), bytes = m.group_bytes();
+    const uint8_t *scales = panel + first * (m.halves ? 2 : 4), *codes = panel + head;
+    const int64_t length = LANES * m.group * BITS / 8;
+    for (int64_t g = 0; g < m.groups(); ++g, scales += bytes, codes += bytes, sums += ROWS) {
+        for (int64_t i = 0; i < length; i += LANES * Code::STEP * BITS / 8, x += Code::PARTS * ROWS)
+            made.take(codes + i, x);
+        made.close(m, scales, sums);
     }
     std::memcpy(totals, made.total, sizeof(made.total));
 }
 
 template <int BITS, class X>
-void tile_of(int count, const Matrix &m, const uint8_t *at, const Rows<X> &rows, Floats *totals) {
+void tile_of(int count, const Matrix &m, const uint8_t *panel, int first, const Rows<X> &rows, Floats *totals) {
     switch (count) {
-        case 1: return tile<BITS, 1>(m, at, rows, totals);
-        case 2: return tile<BITS, 2>(m, at, rows, totals);
-        case 3: return tile<BITS, 3>(m, at, rows, totals);
-        case 4: return tile<BITS, 4>(m, at, rows, totals);
+        case 1: return tile<BITS, 1>(m, panel, first, rows, totals);
+        case 2: return tile<BITS, 2>(m, panel, first, rows, totals);
+        case 3: return tile<BITS, 3>(m, panel, first, rows, totals);
+        case 4: return tile<BITS, 4>(m, panel, first, rows, totals);
 #if defined(__AVX512F__)
-        case 5: return tile<BITS, 5>(m, at, rows, totals);
-        case 6: return tile<BITS, 6>(m, at, rows, totals);
-        case 7: return tile<BITS, 7>(m, at, rows, totals);
-        case 8: return tile<BITS, 8>(m, at, rows, totals);
+        case 5: return tile<BITS, 5>(m, panel, first, rows, totals);
+        case 6: return tile<BITS, 6>(m, panel, first, rows, totals);
+        case 7: return tile<BITS, 7>(m, panel, first, rows, totals);
+        case 8: return tile<BITS, 8>(m, panel, first, rows, totals);
 #endif
     }
 }
@@ -271,7 +281,7 @@ struct Out {
 
     void store(int64_t row, int64_t output, const Floats &total) const {
         T *at = to + row * stride + output;
-        for (int l = 0; l < LANES; ++l) {
+        for (int l = 0; l < WIDTH; ++l) {
             float made = total[l];
             if (bias) made += widen(bias[output + l]);
             if (add) {
@@ -306,10 +316,13 @@ void multiply(const Matrix &m, const In *x, int64_t stride, int64_t rows, const 
             for (int64_t row = 0; row < rows; row += MOST) {
                 const int count = int(rows - row < MOST ? rows - row : MOST);
                 const float *from = arranged + row * length;
-                Floats totals[MOST];
                 const Rows<X> block{reinterpret_cast<const X *>(from), from + count * m.inputs};
-                (m.bits == 4 ? tile_of<4, X> : tile_of<8, X>)(count, m, m.data + p * m.panel_bytes(), block, totals);
-                for (int r = 0; r < count; ++r) out.store(row + r, p * LANES, totals[r]);
+                for (int first = 0; first < LANES; first += WIDTH) {
+                    Floats totals[MOST];
+                    (m.bits == 4 ? tile_of<4, X> : tile_of<8, X>)(count, m, m.data + p * m.panel_bytes(), first, block,
+                                                                  totals);
+                    for (int r = 0; r < count; ++r) out.store(row + r, p * LANES + first, totals[r]);
+                }
             }
     });
 }

@@ -85,16 +85,18 @@ def as_halves(scales: torch.Tensor, offsets: torch.Tensor | None
               ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """d and m in float16 that are these scales and offsets exactly, offset = m + 8 d. None where there are none: where
     m is so much smaller than d that float32 has rounded the offset."""
-    d = scales.half()
-    m = None if offsets is None else torch.sub(offsets, scales, alpha=8).half()
-    exact = torch.equal(d.float(), scales) and (m is None or torch.equal(m.float() + 8 * scales, offsets))
+    d, m = scales.half(), None
+    exact = torch.equal(d.float(), scales)
+    if offsets is not None:
+        m = torch.sub(offsets, scales, alpha=8).half()
+        exact = exact and torch.equal(m.float() + 8 * scales, offsets)
     return (d, m) if exact else None
 
 
 @functools.cache
 def multiply_address() -> int:
     """Of `multiply_rows`, for other kernels."""
-    address = ctypes.cast(_multiply(), ctypes.c_void_p).value
+    address = ctypes.cast(_multiply(), ctypes.c_void_p).value  # type: ignore[arg-type]
     assert address is not None
     return address
 
