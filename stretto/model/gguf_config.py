@@ -75,6 +75,7 @@ _NEUTRAL = {  # harmless with these values; anything else changes the output in 
     "rope.scaling.finetuned": None, "rope.scaling.yarn_ext_factor": 1.0, "tensor_data_layout": None, "pooling_type": 0,
     "expert_shared_count": 0, "expert_group_count": 0, "expert_group_used_count": 0, "expert_weights_scale": 1.0,
     "expert_gating_func": 1, "attention.sliding_window": 0, "attention.temperature_scale": 0.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
     "expert_weights_norm": True, "leading_dense_block_count": 0,
 }
 
@@ -223,6 +224,11 @@ def _llama(file: GGUFFile, own: Own, base: Base) -> Base:
     return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": own[_WINDOW]}
 
 
+def _mistral3(file: GGUFFile, own: Own, base: Base) -> Base:
+    """Mistral Small 3; those whose scores are widened with the position are refused by that key."""
+    return {"sliding_window": None}
+
+
 def _experts(own: Own, count: str = "num_experts") -> Base:
     return {count: _whole(own, "expert_count"), "num_experts_per_tok": _whole(own, "expert_used_count")}
 
@@ -325,13 +331,19 @@ def _llama4(file: GGUFFile, own: Own, base: Base) -> Base:
         "interleave_moe_layer_step": _whole(own, "interleave_moe_layer_step")}
 
 
+# Text stands at the same place in all sections of a rotation; what is added to early layers is made of images alone.
+_OF_IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 _OF_STATES = (*_EXPERTS, *_STATES, "full_attention_interval", "rope.dimension_sections", "nextn_predict_layers")
 MIXTRAL = Family("MixtralForCausalLM", "mixtral", tensors.MIXTRAL, _mixtral, (*_EXPERTS, _WINDOW))
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", "llama", tensors.LLAMA, _llama, (_WINDOW,)),
+    "mistral3": Family("MistralForCausalLM", "mistral", tensors.LLAMA, _mistral3),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", tensors.PLAIN),
+    "qwen2vl": Family("Qwen2ForCausalLM", "qwen2", tensors.PLAIN, understood=_OF_IMAGES),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", tensors.PLAIN),
+    "qwen3vl": Family("Qwen3ForCausalLM", "qwen3", tensors.PLAIN, understood=_OF_IMAGES),
     "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", tensors.QWEN3_MOE, _qwen3_moe, _EXPERTS),
+    "qwen3vlmoe": Family("Qwen3MoeForCausalLM", "qwen3_moe", tensors.QWEN3_MOE, _qwen3_moe, (*_EXPERTS, *_OF_IMAGES)),
     "qwen3next": Family("Qwen3NextForCausalLM", "qwen3_next", tensors.QWEN3_NEXT, _delta_net, _OF_STATES, partial=True),
     "qwen35": Family("Qwen3_5ForCausalLM", "qwen3_5_text", tensors.QWEN3_5, _delta_net, _OF_STATES, partial=True),
     "qwen35moe": Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", tensors.QWEN3_5, _delta_net, _OF_STATES,

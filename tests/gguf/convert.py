@@ -54,7 +54,7 @@ _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_hea
 
 
 def convert(folder: Path, path: Path, kind: Kind = F32, metadata: dict[str, Any] | None = None,
-            extra: Tensors | None = None, parts: int = 1) -> Path:
+            extra: Tensors | None = None, parts: int = 1, architecture: str | None = None) -> Path:
     """The checkpoint in `folder` as the file `path`, matrices as `kind`. Metadata given here replaces what config.json
     says (None: left out). `parts`: in so many files; the first one's path is returned."""
     import transformers
@@ -64,9 +64,10 @@ def convert(folder: Path, path: Path, kind: Kind = F32, metadata: dict[str, Any]
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     made = converted(tensors, config) | (extra or {})
-    architecture = FAMILIES[config.model_type][0]
-    keys = {name: value for name, value in (keys_of(config) | (metadata or {})).items() if value is not None}
-    return write(path, architecture, keys, made, kind, parts)
+    usual = FAMILIES[config.model_type][0]
+    name = architecture or usual
+    keys = {re.sub(rf"^{usual}\.", f"{name}.", key): value for key, value in keys_of(config).items()} | (metadata or {})
+    return write(path, name, {key: value for key, value in keys.items() if value is not None}, made, kind, parts)
 
 
 def write(path: Path, architecture: str, keys: dict[str, Any], tensors: Tensors, kind: Kind = F32, parts: int = 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from stretto.facts import model_facts, model_name
+from stretto.model.config import ConfigError
 from stretto.model.digest import digest
 from stretto.model.gguf import GGUFSource
 from stretto.model.gguf_config import FAMILIES, gguf_config
@@ -70,12 +71,34 @@ CASES = {
 }
 
 
+# Files of the text part of multimodal models: another name, and keys that matter to images.
+TEXT_PARTS = {"mistral3": ("mistral", {"sliding_window": None}, {}),
+              "qwen2vl": ("qwen2", {}, {"rope.dimension_sections": [2, 2, 2, 0]}),
+              "qwen3vl": ("qwen3", {}, {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 3}),
+              "qwen3vlmoe": ("qwen3-moe", {}, {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 3})}
+
+
 def test_every_architecture_has_a_case(tmp_path):
     import transformers
 
     from tests.model.tiny import CONFIGS
     types = {getattr(transformers, CONFIGS.get(family, f"{family}Config")).model_type for family, _ in CASES.values()}
-    assert {CONVERTED[kind][0] for kind in types} == set(FAMILIES)
+    assert {CONVERTED[kind][0] for kind in types} | set(TEXT_PARTS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("architecture", TEXT_PARTS)
+def test_text_parts_of_multimodal_models(architecture, tmp_path, caplog):
+    case, changes, keys = TEXT_PARTS[architecture]
+    oracle = save(tmp_path, CASES[case][0], **CASES[case][1] | changes)
+    path, ids = convert(tmp_path, tmp_path / "m.gguf", architecture=architecture, metadata={
+        f"{architecture}.{key}": value for key, value in keys.items()}), ids_of(23)
+    model = load_model(path, dtype=torch.float32, device=CPU)
+    torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
+    assert "has no effect" not in caplog.text
+    scaled = convert(tmp_path, tmp_path / "s.gguf", architecture=architecture,
+                     metadata={f"{architecture}.attention.temperature_scale": 0.1})
+    with pytest.raises(ConfigError, match=r"attention.temperature_scale is 0\.1"):
+        gguf_config(scaled)
 
 
 @pytest.mark.parametrize("name", CASES)
