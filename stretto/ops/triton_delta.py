@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-from stretto.ops.launch import dependent, overlaps
+from stretto.ops.launch import dependent, overlaps, shared_memory
 from stretto.ops.state_step import PartMemory, StateStep
 from stretto.ops.triton_dot import dot
 from stretto.ops.triton_launch import begin
@@ -34,6 +34,7 @@ from stretto.ops.triton_launch import begin
 SHORT = 24  # most tokens of a row that is fed token by token, where long ones are fed in chunks
 CHUNKS = False  # off until tests/gpu/test_states_cuda.py has passed with the warps that `Chunking` has now
 VALUES = 32  # features of a value of one program that feeds tokens
+WIDE = 160 * 1024  # bytes of shared memory that the longest chunks take at most
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,11 @@ class Chunking:
     stages: int = 1  # how far its loads run ahead
 
 
-def chunking(dtype: torch.dtype, size: int) -> Chunking:
-    """For products of this type, keys of this size. What a chunk needs of float32 numbers takes twice the room."""
-    return Chunking(max(16, 64 // (1 + (dtype is torch.float32)) // (1 + (size > 128))), 32)
+def chunking(dtype: torch.dtype, size: int, room: int = WIDE) -> Chunking:
+    """For products of this type, keys of this size, and `room` bytes of shared memory. What a chunk needs of float32
+    numbers takes twice the room."""
+    halves = (dtype is torch.float32) + (size > 128) + (room < WIDE)
+    return Chunking(max(16, 64 >> halves), 32)
 
 
 # ------------------------------------------------------------------------------------------------------ token by token
@@ -247,7 +250,8 @@ def launch_delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: 
         HEADS=heads, EACH=heads // q.shape[1], K=q.shape[2], V=width, BK=triton.next_power_of_2(q.shape[2]), BV=values,
         DELTA=beta is not None, PDL=overlaps(v.device), num_warps=4, **dependent(v.device))
     if not one_by_one:
-        _launch_chunks(q, k, v, decay, beta, out, memory, where, dtype, short, how or chunking(dtype, q.shape[2]))
+        how = how or chunking(dtype, q.shape[2], WIDE if INTERPRETED else shared_memory(v.device))
+        _launch_chunks(q, k, v, decay, beta, out, memory, where, dtype, short, how)
     return out
 
 

@@ -276,7 +276,7 @@ def recurrent_kernels(arch: int, pdl: bool):
     sizes = dict(CELLS=6, HEADS=32, EACH=2, K=128, V=128, BK=128, BV=32, DELTA=True, PDL=pdl)
     yield "delta rule", build(triton_delta.tokens_kernel, sizes, 4, arch, states)
     for dtype, kind, precision in ((torch.bfloat16, "*bf16", "tf32"), (torch.float32, "*fp32", "tf32x3")):
-        how = triton_delta.chunking(dtype, 128)
+        how = triton_delta.chunking(dtype, 128, (99 if arch < 90 else 227) * 1024)
         types = states | {name: kind for name in ("q_ready", "k_ready", "read", "within")}
         types |= {"own": "*fp32", "totals": "*fp32"}
         shape = sizes | dict(C=how.tokens, PRECISION=precision, UPCAST=False)
