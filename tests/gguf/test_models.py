@@ -153,7 +153,7 @@ def test_dtype_of_a_file(tmp_path, kind, dtype):
 
 # ------------------------------------------------------------------------------------------------------------- refusals
 REFUSED = {
-    "architecture": ({}, "mamba", "GGUF architecture 'mamba' is not supported; supported: llama, qwen2, qwen3"),
+    "architecture": ({}, "mamba", "GGUF architecture 'mamba' is not supported; supported: llama, mistral3, qwen2"),
     "experts": ({"qwen2.expert_count": 8}, "qwen2", "qwen2.expert_count is 8, which is not supported"),
     "logit_scale": ({"llama.logit_scale": 4.0}, "llama", "llama.logit_scale is 4.0"),
     "bidirectional": ({"llama.attention.causal": False}, "llama", "llama.attention.causal is False"),
