@@ -228,7 +228,7 @@ REFUSED: Mapping[str, Foreign] = {
     "--allowed-methods": _never("pages of --allowed-origins may use every method that there is"),
     "--allowed-headers": _never("pages of --allowed-origins may send every header"),
     "--allow-credentials": Foreign("keys are headers, not cookies", False),
-    "--disable-fastapi-docs": Foreign("/docs tells what the server's documentation tells", False),
+    "--disable-fastapi-docs": Foreign("/docs holds nothing of this server but its routes", False),
     "--grpc-mode": Foreign("the server speaks HTTP", False),
     "--max-cpu-loras": _never("adapters that are loaded are on the device: --max-loras"),
     "--fully-sharded-loras": Foreign("how adapters are shared by ranks follows from the layer", False),

@@ -49,6 +49,7 @@ def build_app(engine: AsyncEngine, tokenizer: ServeTokenizer, settings: ServeSet
         service.close()
 
     app = FastAPI(title="Stretto", version=__version__, root_path=settings.root_path, lifespan=lifespan,
+                  docs_url=None, redoc_url=None,  # FastAPI's load their code from elsewhere; page.py has ours
                   description="A language-model serving engine with an OpenAI-compatible API.")
     app.state.service = service
     errors.install(app)

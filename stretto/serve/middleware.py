@@ -15,7 +15,8 @@ from stretto.logs import request_id
 from stretto.serve.errors import SHOWN, ApiError
 from stretto.serve.metrics import ServerMetrics
 
-OPEN_PATHS = frozenset(("/health", "/livez", "/readyz", "/startupz", "/ping", "/metrics", "/"))  # probes have no keys
+OPEN_PATHS = frozenset(("/health", "/livez", "/readyz", "/startupz", "/ping", "/metrics", "/",
+                        "/docs"))  # probes have no keys
 OPEN_FOLDER = "/page/"  # the page's own files; what it shows of the server needs a key
 ADMIN_PATHS = frozenset(("/flush_cache", "/start_profile", "/stop_profile", "/v1/load_lora_adapter",
                          "/load_lora_adapter", "/v1/unload_lora_adapter", "/unload_lora_adapter"))

@@ -1,4 +1,5 @@
-"""The page at `/`: static files of the package. It talks to the same API as every other client."""
+"""The page at `/` and the reference at `/docs`: static files of the package. They talk to the same API as every other
+client."""
 
 from __future__ import annotations
 
@@ -24,6 +25,10 @@ def page() -> APIRouter:
     @router.get("/")
     async def index() -> Response:
         return FileResponse(FOLDER / "index.html", media_type=TYPES[".html"], headers=HEADERS)
+
+    @router.get("/docs")
+    async def docs() -> Response:
+        return FileResponse(FOLDER / "docs.html", media_type=TYPES[".html"], headers=HEADERS)
 
     @router.get("/page/{name}")
     async def file(name: str) -> Response:

@@ -158,6 +158,31 @@ def test_narrow_windows_scroll_nothing_sideways(window: Browser, server: Program
 
 @needs_chromium
 @pytest.mark.slow
+def test_the_reference_shows_every_route_and_loads_nothing_from_elsewhere(window: Browser):
+    with program(api_keys=["secret"]) as locked:
+        locked.until("/readyz", 200)
+        window.open(f"http://127.0.0.1:{locked.port}/docs")
+        window.until("return !document.querySelector('#key').hidden")
+        window.complaints()  # of the call without a key
+        window.type("#key", "secret\ue007")
+        window.until("return document.querySelectorAll('details').length > 30")
+        spec = locked.http.get("/openapi.json", headers={"x-api-key": "secret"}).json()
+        assert window.run("return document.querySelectorAll('details').length") == sum(map(len, spec["paths"].values()))
+        assert window.run("for (const one of document.querySelectorAll('details')) one.open = true; return 1")
+        window.until("return [...document.querySelectorAll('details')].every((one) => one.dataset.shown)")
+        text = window.run("return document.querySelector('#routes').textContent")
+        shown = [name for name in spec["components"]["schemas"] if name in text]
+        assert "most drafts per step" in text and "list of Message" in text and len(shown) > 40
+        window.type("#search", "rerank top_n")
+        left = window.run("return [...document.querySelectorAll('details')].filter((x) => !x.hidden).length")
+        assert left == 2  # with /v1 and without
+        keep(window, "docs")
+        loaded = window.run("return performance.getEntriesByType('resource').map((x) => new URL(x.name).host)")
+        assert set(loaded) == {f"127.0.0.1:{locked.port}"} and window.complaints() == []
+
+
+@needs_chromium
+@pytest.mark.slow
 def test_a_server_that_is_gone_is_told(window: Browser):
     with program() as gone:
         gone.until("/readyz", 200)
