@@ -5,7 +5,7 @@
 // spans are folded together in their order (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867).
 //
 //     cells of a row     | span 0: 0 .. 255 | span 1: 256 .. 511 | span 2 ... kv_len |        fold: 0, then 1, then 2
-//     work               (row, KV head, up to 48 lines), and each span by itself where that is too little for the threads
+//     work               (row, KV heads, up to 72 lines), and each span by itself where that is too little for the threads
 //
 // So what a line becomes depends on its position and on the cells it sees: not on the lines, rows and chunks beside it,
 // on the pages, or on the threads. A score is four sums, of every fourth feature, added up in pairs; keys of 16 cells are
@@ -22,7 +22,7 @@ using namespace stretto;
 namespace {
 
 constexpr int SPAN = 256;   // cells
-constexpr int LINES = 48;   // of a piece of work
+constexpr int LINES = 72;   // of a piece of work
 constexpr int WIDE = 4;     // lines that are computed together
 constexpr float NOTHING = -3.4e38f;
 
@@ -66,11 +66,6 @@ struct Places {
     }
 };
 
-template <class T>
-inline void ahead(const T *from, int64_t count) {
-    for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + i);
-}
-
 // Cells of one KV head as floats.
 template <class T>
 struct Cells {
@@ -79,9 +74,6 @@ struct Cells {
     Cells(const Layer &layer, const void *cache, const uint8_t *, int64_t head)
         : cache(static_cast<const T *>(cache) + head * layer.head_dim) {}
     float scale(const Places &, int64_t) const { return 1; }
-    void fetch(const Places &places, int64_t cell, int64_t features) const {
-        ahead(cache + places.at[cell], features);
-    }
     Floats read(const Places &places, int64_t cell, float, int64_t feature, int64_t count) const {
         return load(cache + places.at[cell] + feature, count);
     }
@@ -99,9 +91,6 @@ struct Cells<e4m3> {
           heads(layer.kv_heads) {}
     float scale(const Places &places, int64_t cell) const {
         return power_of_two(scales[places.number[cell] * heads + head]);
-    }
-    void fetch(const Places &places, int64_t cell, int64_t features) const {
-        ahead(cache + places.at[cell], features);
     }
     Floats read(const Places &places, int64_t cell, float scale, int64_t feature, int64_t count) const {
         return load(cache + places.at[cell] + feature, count) * scale;
@@ -173,7 +162,9 @@ void score(const float *queries, int64_t features, const float *turned, float *s
 template <int N, int VECTORS, bool FULL, class T>
 void weigh(const Cells<T> &values, const Places &places, int64_t skipped, int64_t from, int64_t to, int64_t feature,
            int64_t count, const float *weights, float *out, int64_t padded) {
-    Floats made[N][VECTORS] = {};
+    Floats made[N][VECTORS];
+    for (int i = 0; i < N; ++i)
+        for (int j = 0; j < VECTORS; ++j) made[i][j] = load(out + i * padded + feature + j * LANES);
     for (int64_t cell = from; cell < to; ++cell) {
         const float scale = values.scale(places, cell - skipped);
         Floats v[VECTORS];
@@ -207,6 +198,11 @@ struct Found {
     float *most, *total, *out;  // [LINES], [LINES], [LINES][padded]
 };
 
+// What attending to a span works on: lines of one head after those of another.
+struct Work {
+    float *queries, *scores, *turned;  // [lines][filled], [lines][SPAN], [filled / 4][4][16]
+};
+
 struct Sizes {
     int64_t filled, padded;  // features up to a multiple of 16, and of 64
 
@@ -215,52 +211,60 @@ struct Sizes {
           padded((layer.head_dim + 4 * LANES - 1) / (4 * LANES) * (4 * LANES)) {}
     size_t found() const { return LINES * (padded + 2); }
     size_t work() const { return LINES * filled + LINES * SPAN + filled * LANES; }
+    Work work_at(float *memory) const {
+        return {memory, memory + LINES * filled, memory + LINES * (filled + SPAN)};
+    }
     Found at(float *memory) const { return {memory, memory + LINES, memory + 2 * LINES}; }
 };
 
-// Some lines of a row and KV head.
+// Lines of a row: the same of each of some KV heads.
 struct Piece {
-    int64_t row, head, first, lines;  // first line of the row's q * G
-    int64_t base, from, end;          // position of the row's first query; cells that some line sees
+    int64_t row, head, heads, first, lines;  // `first` and `lines` of a head's q * G
+    int64_t base, from, end;                 // position of the row's first query; cells that some line sees
+    int64_t all() const { return heads * lines; }
 };
 
-// Never inlined, as `fold`: the same instructions wherever it is called from.
+// The cells of a span that a piece sees, counted from the span's first.
+struct Part {
+    int64_t origin, from, to;
+
+    Part(const Piece &piece, int64_t span)
+        : origin(span * SPAN), from(std::max<int64_t>(piece.from - origin, 0)),
+          to(std::min<int64_t>(piece.end - origin, SPAN)) {}
+};
+
+// Head after head for 16 cells, which lie side by side in memory.
 template <class T>
-__attribute__((noinline)) void attend_span(const Layer &layer, const Step &step, const Piece &piece, int64_t span, const float *queries,
-                 float *scores, float *turned, const Found &found) {
-    const int64_t group = layer.heads / layer.kv_heads, features = layer.head_dim, origin = span * SPAN;
+void score_part(const Layer &layer, const Piece &piece, const Places &places, const Part &part, const Work &work) {
     const Sizes sizes(layer);
-    const int64_t padded = sizes.padded;
-    const int64_t from = std::max<int64_t>(piece.from - origin, 0), to = std::min<int64_t>(piece.end - origin, SPAN);
-    const Places places(layer, step, piece.row, origin + from, origin + to);
-    const Cells<T> keys(layer, layer.k, layer.k_scales, piece.head), values(layer, layer.v, layer.v_scales, piece.head);
-    for (int64_t block = from / LANES * LANES; block < to; block += LANES) {
-        turn_keys(keys, places, from, block, to, features, turned);
-        for (int64_t i = block; i < std::min(block + LANES, to); ++i) {  // what memory would be waited for
-            if (i + LANES < to) keys.fetch(places, i + LANES - from, features);
-            if (i >= from) values.fetch(places, i - from, features);
-        }
-        for (int64_t i = 0; i < piece.lines; i += WIDE) {
-            const float *q = queries + i * sizes.filled;
-            float *s = scores + i * SPAN + block;
-            switch (std::min<int64_t>(piece.lines - i, WIDE)) {
-                case 1: score<1>(q, sizes.filled, turned, s); break;
-                case 2: score<2>(q, sizes.filled, turned, s); break;
-                case 3: score<3>(q, sizes.filled, turned, s); break;
-                default: score<4>(q, sizes.filled, turned, s);
+    for (int64_t block = part.from / LANES * LANES; block < part.to; block += LANES)
+        for (int64_t h = 0; h < piece.heads; ++h) {
+            const Cells<T> keys(layer, layer.k, layer.k_scales, piece.head + h);
+            turn_keys(keys, places, part.from, block, part.to, layer.head_dim, work.turned);
+            for (int64_t i = 0; i < piece.lines; i += WIDE) {
+                const float *q = work.queries + (h * piece.lines + i) * sizes.filled;
+                float *s = work.scores + (h * piece.lines + i) * SPAN + block;
+                switch (std::min<int64_t>(piece.lines - i, WIDE)) {
+                    case 1: score<1>(q, sizes.filled, work.turned, s); break;
+                    case 2: score<2>(q, sizes.filled, work.turned, s); break;
+                    case 3: score<3>(q, sizes.filled, work.turned, s); break;
+                    default: score<4>(q, sizes.filled, work.turned, s);
+                }
             }
         }
-    }
+}
+
+// Scores become weights: exp(score - the line's largest), and 0 where the line sees nothing.
+void weights_of(const Layer &layer, const Piece &piece, const Part &part, float *scores, const Found &found) {
     const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const int64_t begin = from / LANES * LANES;
-    for (int64_t i = 0; i < piece.lines; ++i) {
-        const int64_t position = piece.base + (piece.first + i) / group;
-        const int32_t last = int32_t(std::min<int64_t>(position - origin, to - 1));
-        const int32_t oldest = layer.window ? int32_t(std::max<int64_t>(position - layer.window + 1 - origin, from))
-                                            : int32_t(from);
+    const int64_t group = layer.heads / layer.kv_heads, begin = part.from / LANES * LANES;
+    for (int64_t i = 0; i < piece.all(); ++i) {
+        const int64_t position = piece.base + (piece.first + i % piece.lines) / group - part.origin;
+        const int64_t low = layer.window ? std::max(position - layer.window + 1, part.from) : part.from;
+        const int32_t last = int32_t(std::min(position, part.to - 1)), oldest = int32_t(std::min<int64_t>(low, SPAN));
         float *line = scores + i * SPAN;
         Floats most = all(NOTHING);
-        for (int64_t c = begin; c < to; c += LANES) {
+        for (int64_t c = begin; c < part.to; c += LANES) {
             Floats s = load(line + c) * layer.scale;
             if (layer.softcap != 0) s = layer.softcap * hyperbolic_tangent(s / layer.softcap);
             const Ints cell = lanes + int32_t(c);
@@ -270,7 +274,7 @@ __attribute__((noinline)) void attend_span(const Layer &layer, const Step &step,
         }
         const float m = largest(most);
         Floats total{};
-        for (int64_t c = begin; c < to; c += LANES) {
+        for (int64_t c = begin; c < part.to; c += LANES) {
             const Ints cell = lanes + int32_t(c);
             const Floats p = ((cell >= oldest) & (cell <= last)) ? exponential(load(line + c) - m) : Floats{};
             store(line + c, p);
@@ -279,16 +283,44 @@ __attribute__((noinline)) void attend_span(const Layer &layer, const Step &step,
         found.most[i] = m;
         found.total[i] = sum(total);
     }
-    for (int64_t i = 0; i < piece.lines; i += WIDE) {
-        const float *p = scores + i * SPAN;
-        float *out = found.out + i * padded;
-        switch (std::min<int64_t>(piece.lines - i, WIDE)) {
-            case 1: weigh_all<1>(values, places, from, from, to, features, p, out, padded); break;
-            case 2: weigh_all<2>(values, places, from, from, to, features, p, out, padded); break;
-            case 3: weigh_all<3>(values, places, from, from, to, features, p, out, padded); break;
-            default: weigh_all<4>(values, places, from, from, to, features, p, out, padded);
+}
+
+// found.out = weights times values. Several heads take turns, 16 cells each: their sums rest in memory meanwhile.
+template <class T>
+void weigh_part(const Layer &layer, const Piece &piece, const Places &places, const Part &part, const Work &work,
+                const Found &found) {
+    const int64_t padded = Sizes(layer).padded, step = piece.heads > 1 ? LANES : SPAN;
+    std::memset(found.out, 0, piece.all() * padded * sizeof *found.out);
+    for (int64_t block = part.from / LANES * LANES; block < part.to; block += step) {
+        const int64_t from = std::max(block, part.from), to = std::min(block + step, part.to);
+        for (int64_t h = 0; h < piece.heads; ++h) {
+            const Cells<T> values(layer, layer.v, layer.v_scales, piece.head + h);
+            auto weigh = [&](auto count, int64_t line) {
+                weigh_all<count()>(values, places, part.from, from, to, layer.head_dim, work.scores + line * SPAN,
+                                   found.out + line * padded, padded);
+            };
+            for (int64_t i = 0; i < piece.lines; i += WIDE) {
+                const int64_t line = h * piece.lines + i;
+                switch (std::min<int64_t>(piece.lines - i, WIDE)) {
+                    case 1: weigh(std::integral_constant<int, 1>{}, line); break;
+                    case 2: weigh(std::integral_constant<int, 2>{}, line); break;
+                    case 3: weigh(std::integral_constant<int, 3>{}, line); break;
+                    default: weigh(std::integral_constant<int, 4>{}, line);
+                }
+            }
         }
     }
+}
+
+// Never inlined, as `fold`: the same instructions wherever it is called from.
+template <class T>
+__attribute__((noinline)) void attend_span(const Layer &layer, const Step &step, const Piece &piece, int64_t span,
+                                           const Work &work, const Found &found) {
+    const Part part(piece, span);
+    const Places places(layer, step, piece.row, part.origin + part.from, part.origin + part.to);
+    score_part<T>(layer, piece, places, part, work);
+    weights_of(layer, piece, part, work.scores, found);
+    weigh_part<T>(layer, piece, places, part, work, found);
 }
 
 // `sum` of all spans so far and that of one more. A line that sees nothing of it stays as it is.
@@ -322,10 +354,9 @@ template <class Q>
 void read_queries(const Layer &layer, const Step &step, const Piece &piece, const Q *q, int64_t q_stride,
                   float *queries) {
     const int64_t group = layer.heads / layer.kv_heads, features = layer.head_dim, filled = Sizes(layer).filled;
-    for (int64_t i = 0; i < piece.lines; ++i) {
-        const int64_t line = piece.first + i;
-        const Q *from = q + (step.starts[piece.row] + line / group) * q_stride +
-                        (piece.head * group + line % group) * features;
+    for (int64_t i = 0; i < piece.all(); ++i) {
+        const int64_t line = piece.first + i % piece.lines, head = piece.head + i / piece.lines;
+        const Q *from = q + (step.starts[piece.row] + line / group) * q_stride + (head * group + line % group) * features;
         for (int64_t d = 0; d < features; d += LANES) store(queries + i * filled + d, load(from + d, features - d));
     }
 }
@@ -335,8 +366,9 @@ template <class Q>
 void write_out(const Layer &layer, const Step &step, const Piece &piece, const Found &sum, int64_t padded,
                const float *sinks, Q *out) {
     const int64_t group = layer.heads / layer.kv_heads, features = layer.head_dim;
-    for (int64_t i = 0; i < piece.lines; ++i) {
-        const int64_t line = piece.first + i, head = piece.head * group + line % group;
+    for (int64_t i = 0; i < piece.all(); ++i) {
+        const int64_t line = piece.first + i % piece.lines;
+        const int64_t head = (piece.head + i / piece.lines) * group + line % group;
         float factor = 1, total = sum.total[i];
         if (sinks != nullptr) {
             const float most = std::max(sum.most[i], sinks[head]);
@@ -351,17 +383,23 @@ void write_out(const Layer &layer, const Step &step, const Piece &piece, const F
     }
 }
 
+// Heads of a row with few queries stay together, since their cells lie together.
 std::vector<Piece> pieces_of(const Layer &layer, const Step &step) {
     const int64_t group = layer.heads / layer.kv_heads;
     std::vector<Piece> pieces;
-    for (int64_t row = 0; row < step.rows; ++row)
-        for (int64_t head = 0; head < layer.kv_heads; ++head)
-            for (int64_t first = 0, all = step.q_len[row] * group; first < all; first += LINES) {
-                const int64_t lines = std::min<int64_t>(LINES, all - first), base = step.base[row];
+    for (int64_t row = 0; row < step.rows; ++row) {
+        const int64_t all = step.q_len[row] * group, base = step.base[row];
+        if (!all) continue;
+        const int64_t together = std::min<int64_t>(std::max<int64_t>(LINES / all, 1), layer.kv_heads);
+        for (int64_t head = 0; head < layer.kv_heads; head += together)
+            for (int64_t first = 0; first < all; first += LINES) {
+                const int64_t lines = std::min<int64_t>(LINES, all - first);
                 const int64_t oldest = base + first / group, newest = base + (first + lines - 1) / group;
                 const int64_t from = layer.window ? std::max<int64_t>(oldest - layer.window + 1, 0) : 0;
-                pieces.push_back({row, head, first, lines, base, from, newest + 1});
+                pieces.push_back({row, head, std::min(together, layer.kv_heads - head), first, lines, base, from,
+                                  newest + 1});
             }
+    }
     return pieces;
 }
 
@@ -370,14 +408,14 @@ void attend_piece(const Layer &layer, const Step &step, const Piece &piece, cons
                   const float *sinks, Q *out) {
     const Sizes sizes(layer);
     float *memory = scratch(sizes.work() + 2 * sizes.found());
-    float *queries = memory, *scores = queries + LINES * sizes.filled, *turned = scores + LINES * SPAN;
-    const Found sum = sizes.at(turned + sizes.filled * LANES), more = sizes.at(sum.most + sizes.found());
-    read_queries(layer, step, piece, q, q_stride, queries);
+    const Work work = sizes.work_at(memory);
+    const Found sum = sizes.at(memory + sizes.work()), more = sizes.at(memory + sizes.work() + sizes.found());
+    read_queries(layer, step, piece, q, q_stride, work.queries);
     const int64_t first = piece.from / SPAN, end = (piece.end + SPAN - 1) / SPAN;
-    attend_span<T>(layer, step, piece, first, queries, scores, turned, sum);
+    attend_span<T>(layer, step, piece, first, work, sum);
     for (int64_t span = first + 1; span < end; ++span) {
-        attend_span<T>(layer, step, piece, span, queries, scores, turned, more);
-        fold(piece.lines, sizes.padded, sum, more);
+        attend_span<T>(layer, step, piece, span, work, more);
+        fold(piece.all(), sizes.padded, sum, more);
     }
     write_out(layer, step, piece, sum, sizes.padded, sinks, out);
 }
@@ -397,16 +435,14 @@ void attend_spans(const Layer &layer, const Step &step, const std::vector<Piece>
     std::unique_ptr<float[]> all(new float[spans.size() * sizes.found()]);
     for_each(int64_t(spans.size()), threads, [&](int64_t i) {
         const Piece &piece = pieces[spans[i].first];
-        float *queries = scratch(sizes.work() + 2 * sizes.found());
-        float *scores = queries + LINES * sizes.filled;
-        read_queries(layer, step, piece, q, q_stride, queries);
-        attend_span<T>(layer, step, piece, spans[i].second, queries, scores, scores + LINES * SPAN,
-                       sizes.at(&all[i * sizes.found()]));
+        const Work work = sizes.work_at(scratch(sizes.work() + 2 * sizes.found()));
+        read_queries(layer, step, piece, q, q_stride, work.queries);
+        attend_span<T>(layer, step, piece, spans[i].second, work, sizes.at(&all[i * sizes.found()]));
     });
     for (size_t i = 0; i < pieces.size(); ++i) {
         const Found sum = sizes.at(&all[starts[i] * sizes.found()]);
         for (size_t s = starts[i] + 1; s < starts[i + 1]; ++s)
-            fold(pieces[i].lines, sizes.padded, sum, sizes.at(&all[s * sizes.found()]));
+            fold(pieces[i].all(), sizes.padded, sum, sizes.at(&all[s * sizes.found()]));
         write_out(layer, step, pieces[i], sum, sizes.padded, sinks, out);
     }
 }
