@@ -18,7 +18,7 @@ import random
 import re
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -149,13 +149,17 @@ def _turns(record: Any) -> tuple[str, ...]:
                  and isinstance(part.get("value"), str))
 
 
-async def run_load(target: Target, load: Load) -> Run:
-    """Sends every conversation of the load."""
+def _nobody(sample: Sample) -> None:
+    pass
+
+
+async def run_load(target: Target, load: Load, on_end: Callable[[Sample], None] = _nobody) -> Run:
+    """Sends every conversation of the load. `on_end` is called after each answer, failed ones too."""
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     samples: list[Sample] = []
     async with httpx.AsyncClient(base_url=target.base, timeout=load.timeout, headers=headers, trust_env=False) as http:
         with contextlib.closing(EventClient(target.base, headers, load.timeout)) as events:
-            client = _Client(events, target, load, samples)
+            client = _Client(events, target, load, samples, on_end)
             server_before = await _server_cpu(http)
             cpu, started = time.process_time(), time.perf_counter()
             if load.rate is None:
@@ -187,8 +191,9 @@ async def _version(http: httpx.AsyncClient) -> str | None:
 
 
 class _Client:
-    def __init__(self, events: EventClient, target: Target, load: Load, samples: list[Sample]):
-        self._events, self._target, self._load, self._samples = events, target, load, samples
+    def __init__(self, events: EventClient, target: Target, load: Load, samples: list[Sample],
+                 on_end: Callable[[Sample], None]):
+        self._events, self._target, self._load, self._samples, self._on_end = events, target, load, samples, on_end
 
     async def closed_loop(self) -> None:
         left = iter(self._load.conversations)
@@ -234,6 +239,8 @@ class _Client:
                 told = str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"
                 sample.error, sample.end = told[:300], time.perf_counter() - due
                 return
+            finally:
+                self._on_end(sample)
             messages.append({"role": "assistant", "content": sample.text})
             due = time.perf_counter()
 

@@ -17,6 +17,7 @@ from stretto.bench.load import (
     Conversation,
     Load,
     Run,
+    Sample,
     Target,
     conversations_of,
     marked,
@@ -235,7 +236,16 @@ def _target(given: str, load: LoadOptions) -> Target:
 
 
 def _measure(target: Target, work: Load, warmups: int, notes: Console) -> Run:
-    with notes.status(f"measuring {target.name}"):
+    wanted = sum(len(conversation.turns) for conversation in work.conversations)
+    ended = failed = 0
+
+    def note(sample: Sample) -> None:
+        nonlocal ended, failed
+        ended, failed = ended + 1, failed + (sample.error is not None)
+        failures = f", {failed} failed" if failed else ""
+        status.update(f"measuring {target.name}: {ended} of {wanted} answers{failures}")
+
+    with notes.status(f"measuring {target.name}") as status:
         if warmups:
             some = marked(work.conversations[:warmups], "warm-up")
             first = asyncio.run(run_load(target, replace(work, conversations=some, rate=None)))
@@ -243,7 +253,7 @@ def _measure(target: Target, work: Load, warmups: int, notes: Console) -> Run:
             if broken is not None:
                 raise CommandFailed(f"{target.name} does not answer as it should: {broken}")
         try:
-            return asyncio.run(run_load(target, work))
+            return asyncio.run(run_load(target, work, note))
         except httpx.HTTPError as e:
             raise CommandFailed(f"{target.name} cannot be reached: {e}") from e
 

@@ -125,8 +125,11 @@ async def test_conversations_are_sessions_where_asked_for():
 async def test_a_poisson_process_has_its_rate_and_failures_are_counted():
     async with make_served() as api:
         load = Load(synthetic_conversations(60, words=1, output_tokens=1), rate=200.0, concurrency=100)
-        run = await run_load(Target("x", api.url, "fake/tiny"), load)
-        broken = await run_load(Target("x", api.url, "fake/tiny"), Load((Conversation(("fault:x",), 4),)))
+        ended: list[Sample] = []
+        run = await run_load(Target("x", api.url, "fake/tiny"), load, ended.append)
+        assert len(ended) == 60 and {id(one) for one in ended} == {id(one) for one in run.samples}
+        broken = await run_load(Target("x", api.url, "fake/tiny"), Load((Conversation(("fault:x",), 4),)), ended.append)
+        assert ended[60:] == broken.samples
     assert 0.15 < run.seconds < 5 and not any(sample.error for sample in run.samples)
     assert broken.samples[0].error is not None and broken.samples[0].error.startswith("status 50")
 
@@ -165,7 +168,7 @@ def test_goodput_keeps_every_limit():
 def test_arrivals_of_a_gamma_process_keep_the_rate():
     """The spread of the gaps, over their mean, is 1 / sqrt(burstiness)."""
     for burstiness in (0.25, 1.0, 4.0):
-        client = _Client(None, None, Load((), 50.0, burstiness), [])  # type: ignore[arg-type]
+        client = _Client(None, None, Load((), 50.0, burstiness), [], print)  # type: ignore[arg-type]
         gaps = np.diff(list(itertools.islice(client._arrivals(50.0), 20_000)))
         assert gaps.mean() == pytest.approx(0.02, rel=0.05)
         assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
