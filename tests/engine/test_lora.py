@@ -237,6 +237,20 @@ def test_adapters_that_are_more_than_low_rank_are_refused(adapted, tmp_path: Pat
         tiny.core(names=()).manage(LoadAdapter("odd", str(path)))
 
 
+def test_a_damaged_adapter_is_refused_and_the_engine_goes_on(adapted, tmp_path: Path):
+    tiny = adapted["llama"]
+    path = save_adapter(tmp_path / "cut", tiny.oracles[None].reference, ATTENTION)
+    file = path / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-50])
+    core = tiny.core()
+    with pytest.raises(RequestError, match="is truncated or damaged"):
+        core.manage(LoadAdapter("cut", str(path)))
+    run = Run(core)
+    run.submit("x", PROMPTS[0], greedy(TOKENS), adapter="a")
+    run.finish()
+    assert run.ids("x") == tiny.oracles["a"].answer(PROMPTS[0], TOKENS)
+
+
 def test_an_adapter_of_another_model_is_refused(adapted, tmp_path: Path):
     tiny = adapted["llama"]
     head = save_adapter(tmp_path / "head", tiny.oracles[None].reference, ("lm_head",))

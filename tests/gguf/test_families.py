@@ -15,11 +15,13 @@ from stretto.model.gguf import GGUFSource
 from stretto.model.gguf_config import FAMILIES, gguf_config
 from stretto.model.hub import ModelNotFound, resolve_model
 from stretto.model.load import load_model
+from stretto.model.lora import AdapterBank, read_adapter
 from stretto.model.source import WeightError
 from stretto.text.gguf_file import GGUFFile
 from tests.gguf.convert import FAMILIES as CONVERTED
 from tests.gguf.convert import convert, llama3_divisors
 from tests.model.dense import of, run
+from tests.model.lora import ATTENTION, MLP, merged, save_adapter
 from tests.model.test_families import (
     GEMMA,
     GRANITE,
@@ -191,6 +193,26 @@ def test_matrices_that_are_joined_may_differ_in_type(tmp_path):
     model, ids = load_model(tmp_path / "mixed.gguf", dtype=torch.float32, device=CPU), ids_of(23)
     right = oracle_logits(oracle, ids)
     assert 0 < (run(model, ids) - right).norm() < 0.02 * right.norm()
+
+
+@pytest.mark.parametrize(("family", "config", "targets"), [
+    ("Llama", {}, (*ATTENTION, *MLP)), ("Phi3", PHI3, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))],
+    ids=["llama", "phi3"])
+@pytest.mark.parametrize("rank", [1, 64])
+def test_adapters_over_a_quantised_file(family, config, targets, rank, tmp_path):
+    """By the names and in the order of the checkpoint, which rows of the file are put back into."""
+    oracle = save(tmp_path, family, **{**config, **WIDE})
+    adapter = save_adapter(tmp_path / "adapter", oracle, targets, rank)
+    path, ids = convert(tmp_path, tmp_path / "m.gguf", Kind.Q8_0), ids_of(12)
+    source = GGUFSource(path)
+    oracle.load_state_dict({name: source.tensor(name) for name in source.names()})
+    right = oracle_logits(merged(oracle, adapter), ids)
+    for dtype, off in ((torch.float32, 1e-4), (torch.bfloat16, 0.2)):
+        bank = AdapterBank(2, rank)
+        model = load_model(path, dtype=dtype, device=CPU, adapters=bank)
+        bank.load(2, read_adapter(adapter))
+        bank.select(torch.full((len(ids),), 2))
+        assert (run(model, ids) - right).norm() < off * right.norm()
 
 
 # ---------------------------------------------------------------------------------------------------------- split files
