@@ -21,7 +21,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -58,15 +58,16 @@ GRAMMARS: dict[str, list[Grammar]] = {
     "objects with a pattern of words": [listed(record(1, {"type": "string", "pattern": "^([a-z]{1,9}[ .,]){5,40}$"}))],
     **{f"regex: {name}": [Grammar("regex", source)] for name, source in REGEX.items()},
     "regex: one of its own each": [Grammar("regex", rf"([a-z]{{1,{n}}}[ .,])*!{{2000}}") for n in range(5, 69)],
-    "ebnf: words": [Grammar("ebnf", 'root ::= (word " ")+ "!!!!!!!!!!!!!!!!!"\nword ::= [a-z]+')],
+    "ebnf: words": [Grammar("ebnf", 'root ::= (word " ")+\nword ::= [a-z]+')],
 }
 
 
 class Rows:
-    """So many turns of the same grammars, in turn."""
+    """So many turns of the same grammars, in turn; none of them draws one of `ends`."""
 
-    def __init__(self, grammars: Grammars, of: Sequence[Grammar], rows: int, threads: int, with_places: bool):
-        self.grammars, self.maker = grammars, MaskMaker(grammars.vocab_size, threads)
+    def __init__(self, grammars: Grammars, of: Sequence[Grammar], rows: int, threads: int, with_places: bool,
+                 ends: Collection[int]):
+        self.grammars, self.maker, self._ends = grammars, MaskMaker(grammars.vocab_size, threads), frozenset(ends)
         self.states: list[GrammarState] = []
         for i in range(rows):
             state = grammars.state(of[i % len(of)])
@@ -91,7 +92,7 @@ class Rows:
             self.grammars.spread([self.states[row] for row in rows], self.maker.threads)
         for i, bits in enumerate(mask.bits):
             allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-            self.ids[i] = [int(self._random.choice(allowed))]
+            self.ids[i] = [int(self._random.choice([one for one in allowed if one not in self._ends]))]
         return took
 
 
@@ -124,7 +125,8 @@ def main() -> None:
         if args.answers and not any(part in name for part in args.answers):
             continue
         grammars = Grammars(lambda: vocabulary(tokenizer, size, tokenizer.eos_token_ids), size)
-        rows = Rows(grammars, of, args.rows, args.threads, not args.without)
+        rows = Rows(grammars, of, args.rows, args.threads, not args.without,
+                    tokenizer.eos_token_ids)
         print(measure(name, rows, args.steps, args.step / 1e3), flush=True)
         rows.maker.close()
         grammars.close()

@@ -27,7 +27,7 @@ from stretto.host.faults import HostFault
 from stretto.params import Grammar
 from stretto.text.grammar import GrammarError, compiled, definition, fault_of, is_dead, is_quick, places_in, texts_of
 from stretto.text.masks import is_dead_end
-from stretto.text.regex_places import Place, RegexPlaces, TokenTexts
+from stretto.text.regex_places import Numbers, Place, RegexPlaces, TokenTexts
 
 COMPILE_THREADS = 2  # for those that take long
 COMPILE_SECONDS = 20.0  # for one grammar
@@ -183,7 +183,7 @@ class Grammars:
         self._tokens, self.vocab_size = tokens, vocab_size
         self._built: LLTokenizer | None = None
         self._texts: TokenTexts | None = None
-        self._serials = count()
+        self._numbers = Numbers()
         self._lock = threading.Lock()
         self._quick = ThreadPoolExecutor(1, "grammar")  # its thread begins with the first grammar
         self._slow = ThreadPoolExecutor(COMPILE_THREADS, "slow grammar")
@@ -254,8 +254,7 @@ class Grammars:
             with self._lock:
                 assert self._built is not None
                 self._texts = self._texts or texts_of(self._built)
-                serial = next(self._serials)
-            known.places = places_in(known.grammar, serial, self._texts)
+            known.places = places_in(known.grammar, self._texts, self._numbers)
             known.first.set_result(matcher)
         except Exception as e:  # whatever it is, the turns that wait are told
             known.first.set_exception(e)

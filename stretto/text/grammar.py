@@ -27,7 +27,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, Tokeni
 from stretto.params import Grammar
 from stretto.text.grammar_cost import MAX_REMAINDERS, remainders, schemas_of
 from stretto.text.json_schema import children, in_other_words
-from stretto.text.regex_places import NoPlaces, RegexPlaces, TokenTexts
+from stretto.text.regex_places import NoPlaces, Numbers, RegexPlaces, TokenTexts
 
 MAX_SOURCE = 512 * 1024  # characters of one grammar
 MAX_CHOICES = 10_000
@@ -93,9 +93,8 @@ def texts_of(tokens: LLTokenizer) -> TokenTexts:
                        for i in range(tokens.vocab_size)])
 
 
-def places_in(grammar: Grammar, serial: int, texts: TokenTexts) -> RegexPlaces | None:
-    """The places of a grammar where they can be followed: of most regular expressions, and of nothing else. `serial`:
-    another one for each grammar."""
+def places_in(grammar: Grammar, texts: TokenTexts, numbers: Numbers) -> RegexPlaces | None:
+    """The places of a grammar where they can be followed: of most regular expressions, and of nothing else."""
     if grammar.kind != "regex" or grammar.around:
         return None
     matchers: dict[str, LLMatcher] = {}
@@ -109,7 +108,7 @@ def places_in(grammar: Grammar, serial: int, texts: TokenTexts) -> RegexPlaces |
         encoded = list(character.encode())
         return matchers[written].validate_tokens(encoded) == len(encoded)
     try:
-        return RegexPlaces(grammar.source, serial, is_in, texts)
+        return RegexPlaces(grammar.source, is_in, texts, numbers)
     except NoPlaces:
         return None
 

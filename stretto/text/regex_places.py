@@ -9,7 +9,7 @@ again, and equal expressions let the same texts through.
 A place is that expression and the first bytes of a character that a token has cut. Masks are llguidance's own, and so
 is what a class holds: it is taken as it is written, and llguidance is asked of each character once. Two places of equal
 `key` have equal masks, since no token can tell them apart: counts beyond the longest token that the expression could
-take are alike, and so is what lies behind as many characters.
+take are alike, and so is what lies behind as many characters. That holds for places of two expressions as well.
 
 Expressions with anchors, flags or lazy repetitions have no places here, nor have those that grow too large; their masks
 are made each time. All tables are bounded, and so is work that brings no mask (`RegexPlaces`). No torch in this module.
@@ -75,21 +75,40 @@ class TokenTexts:
         return next((length for length, characters in self._kinds if all(map(holds, characters))), SHORT)
 
 
+class Numbers:
+    """Of expressions as `_nearby` makes them, for all grammars of one vocabulary: a mask is good wherever the same may
+    follow. No number is given to two expressions; one that was forgotten gets another number."""
+
+    def __init__(self, most: int = 4 * MAX_ENTRIES):
+        self._most, self._size = most, 0
+        self._known: dict[Expression, int] = {}
+        self._next = count()
+
+    def of(self, expression: Expression) -> int:
+        """Any thread may ask."""
+        number = self._known.get(expression)
+        if number is None:
+            if self._size > self._most:
+                self._known, self._size = {}, 0
+            number = self._known[expression] = next(self._next)
+            self._size += _size(expression)
+        return number
+
+
 class RegexPlaces:
     """The places of one expression. Not thread-safe.
 
     `is_in(written, character)`: whether a class, as it is written, holds a character; ValueError where it is no class.
-    `serial` tells the keys of different expressions apart. Raises NoPlaces.
+    Raises NoPlaces.
 
     Steps that are worked out cost time, and are worth it if masks come again. They are paid from a credit, to which
     each mask that came again adds (`reused`); where it is used up, nothing new has a place any more."""
 
-    def __init__(self, source: str, serial: int, is_in: Callable[[str, str], bool], tokens: TokenTexts):
-        self._serial, self._is_in, self._texts = serial, is_in, tokens.texts
+    def __init__(self, source: str, is_in: Callable[[str, str], bool], tokens: TokenTexts, numbers: Numbers):
+        self._is_in, self._texts, self._numbers = is_in, tokens.texts, numbers
         self._classes: dict[tuple[str, str], bool] = {}
         self._states: dict[Expression, State] = {}
-        self._numbers: dict[Expression, int] = {}
-        self._next, self._entries, self._credit = count(), 0, CREDIT
+        self._entries, self._credit = 0, CREDIT
         whole = parsed(source)
         if _size(whole) > MAX_SIZE:
             raise NoPlaces("it is too large")
@@ -115,9 +134,10 @@ class RegexPlaces:
                 return None
         return Place(state, begun) if state is not None else None
 
-    def key(self, place: Place) -> tuple[int, int, bytes]:
-        """Equal keys, equal masks."""
-        return self._serial, place.state.number, place.begun
+    @staticmethod
+    def key(place: Place) -> tuple[int, bytes]:
+        """Equal keys, equal masks, of whatever expressions."""
+        return place.state.number, place.begun
 
     def reused(self, masks: int) -> None:
         self._credit = min(self._credit + masks * WORTH, CREDIT)
@@ -126,8 +146,8 @@ class RegexPlaces:
         if self._credit <= 0:
             return None
         self._credit -= 1
-        if self._entries > MAX_ENTRIES:  # places stay good; those that come anew have new numbers
-            self._classes, self._states, self._numbers, self._entries = {}, {}, {}, 0
+        if self._entries > MAX_ENTRIES:  # places stay good
+            self._classes, self._states, self._entries = {}, {}, 0
         found = self._derivative(state.expression, character)
         known = found is not None and _size(found) <= MAX_SIZE
         state.steps[character] = after = self._state(found) if known and found is not None else None
@@ -137,11 +157,8 @@ class RegexPlaces:
     def _state(self, expression: Expression) -> State:
         known = self._states.get(expression)
         if known is None:
-            told = _nearby(expression, self._reach)
-            if told not in self._numbers:
-                self._numbers[told] = next(self._next)
-                self._entries += _size(told)
-            self._states[expression] = known = State(expression, self._numbers[told])
+            number = self._numbers.of(_nearby(expression, self._reach))
+            self._states[expression] = known = State(expression, number)
             self._entries += _size(expression)
         return known
 

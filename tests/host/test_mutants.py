@@ -556,8 +556,8 @@ def ids_behind_the_grammars_end(m: Patch) -> None:
 
 
 def all_places_are_alike(m: Patch) -> None:
-    """The mask that was made first is taken for every place of its expression."""
-    m.setattr(RegexPlaces, "key", lambda self, place: (self._serial, 0, b""))
+    """The mask that was made first is taken for every place of an expression."""
+    m.setattr(RegexPlaces, "key", lambda self, place: (0, b""))
 
 
 def places_stay_behind(m: Patch) -> None:

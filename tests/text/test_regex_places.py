@@ -13,7 +13,7 @@ from stretto.params import Grammar
 from stretto.text import regex_places as module
 from stretto.text.grammar import GrammarError, compiled, places_in, texts_of, vocabulary
 from stretto.text.mask_cache import KEY_BYTES, MaskCache
-from stretto.text.regex_places import NoPlaces, Place, RegexPlaces, TokenTexts, parsed
+from stretto.text.regex_places import NoPlaces, Numbers, Place, RegexPlaces, TokenTexts, parsed
 
 FOLLOWED = [
     r"([\w.+-]{1,64}@[\w-]{1,63}(\.[\w-]{1,63})+ )*!{2000}", r"([a-z]{1,9}[ .,])*!{2000}", r"(\w{1,200} ){5}",
@@ -61,22 +61,26 @@ def vocabulary_of() -> tuple[LLTokenizer, TokenTexts]:
     return tokens, texts_of(tokens)
 
 
-def followed(source: str, serial: int = 0) -> RegexPlaces | None:
-    return places_in(Grammar("regex", source), serial, vocabulary_of()[1])
+NUMBERS = Numbers()
+
+
+def followed(source: str) -> RegexPlaces | None:
+    return places_in(Grammar("regex", source), vocabulary_of()[1], NUMBERS)
 
 
 def allowed(mask: bytes) -> np.ndarray:
     return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
 
 
-def check(source: str, walks: int = 4, steps: int = 40) -> tuple[int, int]:
-    """Along random answers, half of their ids long ones: the mask at a place is the one that was made there first.
-    Returns how many masks were made, and how many were of a place that came again."""
+def check(source: str, walks: int = 4, steps: int = 40, known: MaskCache | None = None) -> tuple[int, int]:
+    """Along random answers, half of their ids long ones: the mask at a place is the one that was made there first, for
+    this expression or, where `known` has its masks, for another. Returns how many masks were made, and how many were of
+    a place that came again."""
     tokens, texts = vocabulary_of()
     matcher, places = compiled(Grammar("regex", source), tokens), followed(source)
     assert places is not None
-    known, made = MaskCache(), 0
-    again = 0
+    known = MaskCache() if known is None else known
+    made = again = 0
     for walk in range(walks):
         rng, here, place = random.Random(walk), matcher.deep_copy(), places.start
         for _ in range(steps):
@@ -121,10 +125,10 @@ def drawn(rng: random.Random, depth: int = 0) -> str:
 
 
 def check_drawn(seeds: range) -> None:
-    made = again = 0
+    made, again, known = 0, 0, MaskCache()
     for seed in seeds:
         try:
-            found = check(drawn(random.Random(seed)), 3, 25)
+            found = check(drawn(random.Random(seed)), 3, 25, known)
         except GrammarError:
             continue  # past the limits
         made, again = made + found[0], again + found[1]
@@ -148,8 +152,8 @@ def test_what_is_not_followed(source: str):
 
 def test_only_regular_expressions_by_themselves_are_followed():
     texts = vocabulary_of()[1]
-    assert places_in(Grammar("regex", "b", around='start: "a" @answer'), 0, texts) is None
-    assert places_in(Grammar("ebnf", 'root ::= "a"'), 0, texts) is None
+    assert places_in(Grammar("regex", "b", around='start: "a" @answer'), texts, NUMBERS) is None
+    assert places_in(Grammar("ebnf", 'root ::= "a"'), texts, NUMBERS) is None
     with pytest.raises(NoPlaces):
         parsed("a|(b")
 
@@ -167,12 +171,29 @@ def along(places: RegexPlaces, text: str) -> Place | None:
 
 def test_counts_that_no_token_reaches_are_alike():
     """The longest token of letters a to c has 30; of spaces, 98."""
-    places, spaces = followed("[a-c]{500}"), followed(" {500}", 1)
+    places, spaces = followed("[a-c]{500}"), followed(" {500}")
     assert places is not None and spaces is not None
     keys = [places.key(along(places, "a" * n)) for n in range(0, 500, 10)]
     assert len(set(keys)) == 1 + sum(500 - n <= 30 for n in range(0, 500, 10))
     numbers = [spaces.key(along(spaces, " " * n)) for n in (0, 300, 399, 410)]
     assert numbers[0] == numbers[1] == numbers[2] != numbers[3] and numbers[0][0] != keys[0][0]
+
+
+def test_expressions_after_which_the_same_may_follow_share_their_masks():
+    """Whatever came before, and however much more there is than any token reaches."""
+    first, second = followed("[a-c]{1,500}x"), followed("yes: [a-c]{1,900}x")
+    assert first is not None and second is not None
+    assert first.key(along(first, "")) == second.key(along(second, "yes: "))
+    assert first.key(along(first, "a" * 9)) == second.key(along(second, "yes: " + "b" * 99))
+    assert first.key(along(first, "a")) != second.key(along(second, "yes: "))  # x may follow at once
+
+
+def test_numbers_are_never_given_twice():
+    numbers, given = Numbers(most=20), list[int]()
+    for source in [*"abcdefgh" * 3, "abc", "(ab|cd)*"] * 2:
+        given.append(numbers.of(parsed(source)))
+        assert len(numbers._known) <= 21 and numbers.of(parsed(source)) == given[-1]
+    assert len(set(given)) == max(given) + 1
 
 
 def test_a_token_that_cuts_a_character():
