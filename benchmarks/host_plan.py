@@ -15,7 +15,6 @@ Python's cycle collector runs as it does in an engine (`--collect`: as Python wo
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import statistics
 import time
@@ -29,6 +28,7 @@ import numpy as np
 from stretto.config import Config
 from stretto.engine.locate import locate
 from stretto.engine.messages import Outputs
+from stretto.engine.process import look_once, spare_collector
 from stretto.host.cost import CostModel, StepWork
 from stretto.host.elastic import Elastic
 from stretto.host.half import HostHalf
@@ -169,8 +169,8 @@ def main() -> None:
     args = parser.parse_args()
     streams = [NoText.of] if args.no_text else [real_text(), NoText.of]
     if not args.collect:
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 100)
+        spare_collector()
+        look_once()
     for rows in args.rows:
         for width in args.width:
             for page_size in args.page_size:
