@@ -176,7 +176,8 @@ def _fallback_windows(config) -> list[int | None]:
 
 
 def model_name(path: Path) -> str:
-    """The last part of the path, without ".gguf" and the number of a part; owner/model for a folder of the hub's cache."""
+    """The last part of the path, of a GGUF file without ".gguf" and a part's number; owner/model for a folder of the
+    hub's cache."""
     if path.suffix == ".gguf":
         return name_of(path)
     folder = path.resolve()
