@@ -67,7 +67,7 @@ class Rows:
 
     def __init__(self, grammars: Grammars, of: Sequence[Grammar], rows: int, threads: int, with_places: bool,
                  ends: Collection[int]):
-        self.grammars, self.maker, self._ends = grammars, MaskMaker(grammars.vocab_size, threads), frozenset(ends)
+        self.grammars, self.maker, self._ends = grammars, MaskMaker(grammars.vocab_size, threads), list(ends)
         self.states: list[GrammarState] = []
         for i in range(rows):
             state = grammars.state(of[i % len(of)])
@@ -92,7 +92,7 @@ class Rows:
             self.grammars.spread([self.states[row] for row in rows], self.maker.threads)
         for i, bits in enumerate(mask.bits):
             allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-            self.ids[i] = [int(self._random.choice([one for one in allowed if one not in self._ends]))]
+            self.ids[i] = [int(self._random.choice(np.setdiff1d(allowed, self._ends, assume_unique=True)))]
         return took
 
 
