@@ -9,7 +9,8 @@ for by those after it, as far as their inputs go together. The scale of a group 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,22 @@ import torch
 from torch import nn
 
 from training import export
-from training.answers import Batch, Dataset
+from training.answers import Dataset
 from training.heads import Seen
+from training.loop import inputs_of
 from training.recipes import RECIPES
-from training.target import Teacher
+from training.target import Memory, Teacher
 
-CLIPS = (1.0, 0.92, 0.84, 0.76)  # of the largest number of a group, which becomes the largest code
+CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's largest number, which becomes the largest code
 DAMPING = 0.01  # of the mean of the diagonal: directions in which there were few inputs
-SEQUENCES = 4  # whose states exist at a time
+TOKENS, ANCHORS = 1_024, 128  # of a batch
+MEASURED = 48  # batches whose inputs matrices are rounded by
 
 
-def seen_of(batch: Batch, data: Dataset, teacher: Teacher) -> Seen:
-    """As `loop.inputs_of`, with states that are computed now."""
-    taps, _ = teacher.states(data.ids[batch.rows])
-    before = data.ids[batch.label_rows]
-    return Seen(taps.float(), teacher.embedding[data.ids[batch.rows]].float(), batch.owner, batch.position,
-                batch.anchors, teacher.embedding[before].float(), before)
+def batches_of(data: Dataset, teacher: Teacher, memory: Memory, drafts: int) -> Iterator[Seen]:
+    """Endlessly: what a head reads."""
+    for batch in data.batches(TOKENS, ANCHORS):
+        yield inputs_of(batch, data, teacher, memory).cut(drafts).as_float().seen
 
 
 class Moments:
@@ -41,39 +42,39 @@ class Moments:
 
     def __init__(self, head: nn.Module):
         self.of: dict[str, torch.Tensor] = {}
-        for name, part in head.named_modules():
-            if isinstance(part, nn.Linear) and export.is_rounded(part.weight):
-                part.register_forward_pre_hook(lambda _, inputs, name=name: self.add(name, inputs[0]))
+        self.hooks = [part.register_forward_pre_hook(lambda _, inputs, name=name: self.add(name, inputs[0]))
+                      for name, part in head.named_modules()
+                      if isinstance(part, nn.Linear) and export.is_rounded(part.weight)]
 
     def add(self, name: str, x: torch.Tensor) -> None:
         x = x.detach().flatten(0, -2).float()
-        self.of[name] = self.of.get(name, 0) + x.t() @ x
+        if name == "fc":  # what it makes is normalised, and states of first ids are a thousand times as long as others
+            x = x / x.norm(dim=1, keepdim=True)
+        with torch.autocast("cpu", enabled=False):
+            self.of[name] = self.of.get(name, 0) + x.t() @ x
 
 
 @torch.no_grad()
-def moments_of(head: Any, batches: Iterator[Seen], drafts: int) -> dict[str, torch.Tensor]:
+def moments_of(head: Any, batches: Iterable[Seen]) -> dict[str, torch.Tensor]:
     moments = Moments(head)
     for seen in batches:
-        hidden = head.drafts(seen).flatten(0, 1)[:, :drafts]
-        factors = head.factors(hidden, seen.before.flatten(0, 1)[:, : hidden.shape[1]])
+        with torch.autocast("cpu", torch.bfloat16):
+            factors = head.factors(head.drafts(seen).flatten(0, 1), seen.before.flatten(0, 1))
         for name, part in head.named_modules():  # what is multiplied by its weight alone
             for x, weight in factors:
                 if weight is getattr(part, "weight", None) and export.is_rounded(weight):
                     moments.add(name, x)
+    for hook in moments.hooks:
+        hook.remove()
     return moments.of
 
 
 def best_scale(group: torch.Tensor) -> torch.Tensor:
     """group [O, GROUP] -> [O] bfloat16: the scale of those tried with which it loses least."""
-    most, best, least = group.abs().amax(1) / export.MOST, None, None
-    for clip in CLIPS:
-        scale = (most * clip).clamp(min=1e-8).bfloat16()
-        codes = (group / scale.float()[:, None]).round().clamp(-export.MOST, export.MOST)
-        lost = (codes * scale.float()[:, None] - group).square().sum(1)
-        best = scale if best is None else torch.where(lost < least, scale, best)
-        least = lost if least is None else torch.minimum(lost, least)
-    assert best is not None
-    return best
+    scales = (export.largest_scale(group).float() * torch.tensor(CLIPS)[:, None]).bfloat16()  # [CLIPS, O]
+    codes = (group / scales.float()[..., None]).round().clamp(export.LEAST, export.MOST)
+    lost = (codes * scales.float()[..., None] - group).square().sum(2)
+    return scales.gather(0, lost.argmin(0)[None])[0]
 
 
 @torch.no_grad()
@@ -87,7 +88,7 @@ def rounded_by(weight: torch.Tensor, moments: torch.Tensor) -> tuple[torch.Tenso
         scales.append(best_scale(left[:, start:stop]))
         scale, lost = scales[-1].float(), torch.empty(len(weight), export.GROUP)
         for i in range(start, stop):
-            out[:, i] = (left[:, i] / scale).round().clamp(-export.MOST, export.MOST) * scale
+            out[:, i] = (left[:, i] / scale).round().clamp(export.LEAST, export.MOST) * scale
             lost[:, i - start] = (left[:, i] - out[:, i]) / upper[i, i]
             left[:, i + 1 : stop] -= lost[:, i - start, None] * upper[i, i + 1 : stop]
         left[:, stop:] -= lost @ upper[start:stop, stop:]
@@ -100,37 +101,39 @@ def round_head(head: nn.Module, moments: dict[str, torch.Tensor]) -> dict[str, t
     scales = {}
     for name, part in head.named_modules():
         weight = getattr(part, "weight", None)
-        if (not isinstance(weight, nn.Parameter) or not export.is_rounded(weight)
-                or export.has_eight_bits(head, name)):
-            continue
-        if name in moments:
-            value, scales[f"{name}.weight"] = rounded_by(weight, moments[name])
-        else:  # rows that are looked up
-            groups = weight.unflatten(1, (-1, export.GROUP))
-            scale = best_scale(groups.flatten(0, 1).float()).view(len(weight), -1)
-            scales[f"{name}.weight"], value = scale, export.rounded(weight, scale)
-        weight.copy_(value)
+        if isinstance(weight, nn.Parameter) and export.is_rounded(weight) and not export.has_eight_bits(head, name):
+            measured = moments[name] if name in moments else moments_of_readers(head, name)
+            value, scales[f"{name}.weight"] = rounded_by(weight, measured)
+            weight.copy_(value)
     return scales
 
 
+def moments_of_readers(head: Any, name: str) -> torch.Tensor:
+    """For rows that are looked up: what a row loses, x, changes what is made of it by W x; hence W^T W, [r, r]."""
+    assert name == "markov_head.markov_w1", name
+    rank = head.markov_head.markov_w1.embedding_dim
+    reader = head.markov_head.joint_proj.weight[:, rank : 2 * rank]
+    return reader.t() @ reader
+
+
 def main(output: Path, *answers: Path, start: Path, model: str | None = None, heads: tuple[str, ...] = tuple(RECIPES),
-         ids: int = 8_000) -> None:
+         ids: int = 60_000) -> None:
     """output: the folder of the heads' folders.  answers: made by training.generate.  start: trained heads.
     ids: of answers and their prompts that are read."""
     torch.manual_seed(0)
     recipes = {name: RECIPES[name] for name in heads}
     taps = tuple(sorted({layer for recipe in recipes.values() for layer in recipe.taps}))
-    cpu = torch.device("cpu")
+    cpu, began = torch.device("cpu"), time.monotonic()
     data = Dataset(answers, max(recipe.drafts for recipe in recipes.values()), cpu, most=ids)
     teacher = Teacher(model, taps, cpu, torch.bfloat16)
-    began = time.monotonic()
-    batches = [seen_of(data.whole(chosen), data, teacher) for chosen in data.train.split(SEQUENCES)]
+    memory = teacher.remember(data, TOKENS)
     print(f"{len(data.train)} answers, {len(data.ids)} ids: states in {time.monotonic() - began:.0f} s", flush=True)
     for name, recipe in recipes.items():
         head = recipe.make(teacher, export.vocabulary_of(start / name)).float()
         export.load(head, start / name)
         before = {key: weight.detach().clone() for key, weight in head.named_parameters()}
-        scales = round_head(head, moments_of(head, iter(batches), recipe.drafts))
+        batches = islice(batches_of(data, teacher, memory, recipe.drafts), MEASURED)
+        scales = round_head(head, moments_of(head, batches))
         lost = {key: float((weight.detach() - before[key]).norm() / before[key].norm())
                 for key, weight in head.named_parameters() if key in scales}
         print(f"{name}: lost of its weights {min(lost.values()):.3f} to {max(lost.values()):.3f}", flush=True)

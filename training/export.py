@@ -1,7 +1,8 @@
 """A trained head as a checkpoint in its public layout, weights in 4 bits with a scale for each 64 numbers of a row.
 
 The format of the stored weights is that of compressed-tensors, "pack-quantized": X.weight_packed int32 [O, I / 8], the
-first number in the lowest bits, offset by 8; X.weight_scale bfloat16 [O, I / 64]; X.weight_shape [2]. Vectors and
+first number in the lowest bits, offset by 8; X.weight_scale bfloat16 [O, I / 64], of either sign; X.weight_shape [2].
+The largest number of a group is -8 times its scale, so that all 16 codes are used. Vectors and
 matrices of other sizes stay as they are. A head is trained with its weights as they will be stored. Matrices that a
 head names in `eight` have 8 bits: X.weight int8 [O, I], X.weight_scale float32 [O, 1].
 """
@@ -27,7 +28,7 @@ from training.target import Teacher
 Tensors, Config = dict[str, torch.Tensor], dict[str, Any]
 OF_IDS = ("lm_head.weight", "markov_head.markov_w2.weight")  # they have a row for each id that can be drafted
 GROUP = 64  # numbers of a row that share a scale
-MOST = 7  # of a code: -7 .. 7
+LEAST, MOST = -8, 7  # of a code
 COMMON = {"type": "int", "symmetric": True, "dynamic": False}
 FOUR = {"format": "pack-quantized", "weights": {"num_bits": 4, "strategy": "group", "group_size": GROUP, **COMMON}}
 EIGHT = {"format": "int-quantized", "weights": {"num_bits": 8, "strategy": "channel", **COMMON}}
@@ -52,11 +53,17 @@ def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def four_bits(weight: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """[O, I] -> codes -7 .. 7 float32 [O, I] and scales [O, I / GROUP] bfloat16, whose product is nearly the weight; of
+    """[O, I] -> codes -8 .. 7 float32 [O, I] and scales [O, I / GROUP] bfloat16, whose product is nearly the weight; of
     a weight that is so already, the same again. `scale`: the scales, where they are known."""
     groups = weight.float().unflatten(1, (-1, GROUP))
-    scale = (groups.abs().amax(2) / MOST).clamp(min=1e-8).bfloat16() if scale is None else scale
-    return (groups / scale.float()[..., None]).round().clamp(-MOST, MOST).flatten(1), scale
+    scale = largest_scale(groups) if scale is None else scale
+    return (groups / scale.float()[..., None]).round().clamp(LEAST, MOST).flatten(1), scale
+
+
+def largest_scale(groups: torch.Tensor) -> torch.Tensor:
+    """[..., GROUP] -> [...] bfloat16: of which the number farthest from 0 is LEAST times."""
+    farthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
+    return torch.where(farthest == 0, 1e-8, farthest / LEAST).bfloat16()
 
 
 def rounded(weight: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -204,7 +211,7 @@ def vocabulary(head: Any, vocab: int) -> tuple[Config, Tensors]:
     ids = head.ids.cpu()
     if len(ids) == vocab:
         return {}, {}
-    maps = {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(vocab), ids)}
+    maps = {"d2t": (ids - torch.arange(len(ids))).int(), "t2d": torch.isin(torch.arange(vocab), ids)}
     return {"draft_vocab_size": len(ids)}, maps
 
 

@@ -91,6 +91,12 @@ class Inputs:
         return Inputs(seen, self.labels[:, :, :drafts], self.valid[:, :, :drafts], self.likely[:, :, :drafts],
                       self.probabilities[:, :, :drafts])
 
+    def as_float(self) -> Inputs:
+        """What heads read, in 32 bits."""
+        seen = self.seen
+        return replace(self, seen=replace(seen, taps=seen.taps.float(), embedded=seen.embedded.float(),
+                                          following=seen.following.float()))
+
     def fill(self, other: Inputs) -> None:
         """Takes over the values of another, in place."""
         for field in fields(self.seen):
@@ -243,18 +249,27 @@ class Race:
         for chosen in self.data.validation[:most].split(4):
             batch = self.data.whole(chosen)
             found = self.trainers[name].right(inputs_of(batch, self.data, self.teacher, self.memory))
-            for row, valid in zip(found.tolist(), batch.valid[..., 0].sum(1).tolist(), strict=True):
-                at = 0
-                while at < valid:
-                    at += 1 + row[at]
-                    steps += 1
-                tokens += valid
+            for more, taken in walked(found, batch.valid[..., 0].sum(1)):
+                tokens, steps = tokens + more, steps + taken
         return tokens / max(steps, 1)
 
     def finish(self, name: str) -> None:
         """Rounds the weights to what a checkpoint holds, as they were in training; says what the head is worth."""
         round_weights(self.trainers[name].head)
         print(f"{name}: accepted length {self.accepted_length(name):.3f}", flush=True)
+
+
+def walked(right: torch.Tensor, lengths: torch.Tensor) -> list[tuple[int, int]]:
+    """Ids of each answer, and the steps that they take. `right` [B, A]: drafts that are accepted after each of the
+    `lengths` [B] anchors of an answer."""
+    found = []
+    for row, length in zip(right.tolist(), lengths.tolist(), strict=True):
+        at = steps = 0
+        while at < length:
+            at += 1 + row[at]
+            steps += 1
+        found.append((length, steps))
+    return found
 
 
 def pick_device() -> tuple[torch.device, torch.dtype]:
