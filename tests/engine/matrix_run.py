@@ -100,7 +100,8 @@ def make_lab(folder: Path, window: bool, dtype: str, device: str = "cpu", lora: 
         "suffix": "suffix", "ngram": "ngram:longest=4,shortest=1"}, made)
     if bank is None:
         return lab
-    adapter = save_adapter(folder / "adapter", made, (*ATTENTION, *MLP), size=0.1)
+    size = 0.2 if states else 0.1  # layers with states have no matrices that an adapter of these names changes
+    adapter = save_adapter(folder / "adapter", made, (*ATTENTION, *MLP), size=size)
     return replaced(lab, bank=bank, adapter=adapter, adapted=merged(made, adapter))
 
 
