@@ -44,7 +44,7 @@ from stretto.model.config import (
 from stretto.model.layers import rope_frequencies
 from stretto.model.probe import SPLIT, MaskProbe, ProbeAttend, UnknownMask, close_enough, probe_ids
 from stretto.model.source import SafetensorsSource, WeightError
-from stretto.model.weights import COMPUTED, Progress
+from stretto.model.weights import COMPUTED, DAMAGED, NOT_FINITE, Progress, is_finite
 
 _ALIBI = ("bloom", "mpt")  # always, or by a field of a section of its own
 
@@ -262,6 +262,9 @@ def _load_weights(folder: Path, name: str, config: Any, dtype: torch.dtype, prog
               ("not part of this model", extra), ("unreadable", list(found["error_msgs"]))) if names]
     if parts:
         raise WeightError("the checkpoint does not fit its config: " + "; ".join(parts))
+    for parameter, tensor in causal.named_parameters():
+        if not is_finite(tensor):
+            raise WeightError(NOT_FINITE.format(parameter, DAMAGED))
     total = sum(p.numel() for p in causal.parameters())
     if progress is not None:
         progress(total, total)

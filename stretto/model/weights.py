@@ -48,9 +48,9 @@ class _Copy:
                               "bits or more, or be quantised in a way that config.json names")
         mine = self.of(tensor)
         self.target.copy_(mine)
-        if not _finite(self.target):
+        if not is_finite(self.target):
             beyond = f": the checkpoint's numbers are beyond those of {self.target.dtype}; take --dtype bfloat16"
-            raise WeightError(_NOT_FINITE.format(self.name, beyond if _finite(mine) else _DAMAGED))
+            raise WeightError(NOT_FINITE.format(self.name, beyond if is_finite(mine) else DAMAGED))
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ class _PackedCopy:
         assert isinstance(source, PackedSource)
         target, (row, column) = self.target, self.starts
         self.target.copy_(source.packed(self.name).rows(row, target.outputs).columns(column, target.inputs))
-        if not _finite(target.scales):
-            raise WeightError(_NOT_FINITE.format(f"the scales of {self.name}", _DAMAGED))
+        if not is_finite(target.scales):
+            raise WeightError(NOT_FINITE.format(f"the scales of {self.name}", DAMAGED))
 
 
-_NOT_FINITE = "{} would be infinite or no numbers (NaN){}"
-_DAMAGED = ", as the checkpoint holds them: it is damaged, fetch it again"
+NOT_FINITE = "{} would be infinite or no numbers (NaN){}"
+DAMAGED = ", as the checkpoint holds them: it is damaged, fetch it again"
 
 
-def _finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: torch.Tensor) -> bool:
     """Whether there is neither infinity nor NaN, which is the least and the greatest wherever it is."""
     if not tensor.numel():
         return True

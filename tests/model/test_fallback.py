@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.llama import modeling_llama
 from transformers.utils import logging as hf_logging
@@ -213,8 +213,6 @@ def test_quantised_checkpoints_are_refused(tmp_path):
 
 
 def test_wrong_weights_are_named_together(tmp_path):
-    from safetensors.torch import load_file
-
     save(tmp_path, "Olmo2")
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -230,6 +228,16 @@ def test_wrong_weights_are_named_together(tmp_path):
 
 
 # ----------------------------------------------------------------------------- the trial catches what no config says
+def test_weights_that_are_no_numbers_are_named(tmp_path):
+    save_works(tmp_path, "gemma2")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(WeightError, match=r"layers\.1\.mlp\.up_proj\.weight would be infinite .* it is damaged"):
+        load(tmp_path)
+
+
 def test_a_layer_that_skips_attention_is_refused(tmp_path, monkeypatch):
     attention = modeling_llama.LlamaAttention.forward
 
