@@ -31,6 +31,7 @@ using stretto::for_each;
 namespace {
 
 constexpr int LANES = 16;  // outputs of a panel
+constexpr int AT_ONCE = 128;  // rows that are arranged before they are multiplied: they fit the second-level cache
 // WIDTH: outputs that one register holds. MOST: rows that are multiplied at once, two sums each in registers.
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16, MOST = 8;
@@ -294,7 +295,7 @@ struct Out {
     }
 };
 
-// X: in which form rows are multiplied
+// Up to AT_ONCE rows. X: in which form they are multiplied
 template <class X, class In, class T>
 void multiply(const Matrix &m, const In *x, int64_t stride, int64_t rows, const Out<T> &out, int threads) {
     static_assert(sizeof(X) == sizeof(float), "both stand in one room");
@@ -335,8 +336,11 @@ EXPORT void multiply_rows(const Matrix *m, const void *x, int64_t x_stride, int6
                           const void *bias, int half, int add, int threads) {
     auto run = [&](auto form, auto *from, auto *to) {
         using T = std::remove_pointer_t<decltype(to)>;
-        const Out<T> into{to, out_stride, static_cast<const T *>(bias), add != 0};
-        multiply<decltype(form)>(*m, from, x_stride, rows, into, threads);
+        for (int64_t row = 0; row < rows; row += AT_ONCE) {
+            const Out<T> into{to + row * out_stride, out_stride, static_cast<const T *>(bias), add != 0};
+            const int64_t some = rows - row < AT_ONCE ? rows - row : AT_ONCE;
+            multiply<decltype(form)>(*m, from + row * x_stride, x_stride, some, into, threads);
+        }
     };
     auto from = [&](auto *to) {
         if (half & 1) run(Input{}, static_cast<const uint16_t *>(x), to);
