@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from stretto.cli.sources import OTHER_VARIABLES, PREFIX
 from stretto.foreign.translate import setting_names
 from stretto.host.counters import Counters
 from stretto.protocol import EngineInfo, EngineStats
@@ -71,7 +72,8 @@ async def test_probes_flags_and_variables_exist(api: Api):
     assert pod["terminationGracePeriodSeconds"] > drain
     texts = [path.read_text() for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".py"]
     flags = {flag.replace("-", "_") for text in texts for flag in re.findall(r'"--([a-z-]+)"', text)}
-    variables = {name.lower() for text in texts for name in re.findall(r"\bSTRETTO_([A-Z_]+)\b", text)} - {"port"}
+    variables = {name.lower() for text in texts for name in re.findall(r"\bSTRETTO_([A-Z_]+)\b", text)}
+    variables -= {"port", *(name.removeprefix(PREFIX).lower() for name in OTHER_VARIABLES)}
     assert (flags | variables) - {"index_url", "create_home"} <= setting_names()
 
 
