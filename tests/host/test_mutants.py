@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from llguidance import LLMatcher
+from msgspec import structs
 
 from stretto.host import planner as planner_module
 from stretto.host import slots as slots_module
@@ -85,18 +86,18 @@ def reserve_against_lo(m: Patch) -> None:
 
 def reserve_one_token(m: Patch) -> None:
     wrapped(m, Ledger, "reserve", lambda f, self, lease, q_cap, lookahead: (
-        (got := f(self, lease, 1, lookahead)) and got._replace(q_cap=q_cap)))
+        (got := f(self, lease, 1, lookahead)) and structs.replace(got, q_cap=q_cap)))
 
 
 def lookahead_clipped(m: Patch) -> None:
     wrapped(m, Ledger, "reserve", lambda f, self, lease, q_cap, lookahead: (
-        (got := f(self, lease, q_cap + lookahead, 0)) and got._replace(q_cap=q_cap)))
+        (got := f(self, lease, q_cap + lookahead, 0)) and structs.replace(got, q_cap=q_cap)))
 
 
 def reserve_first_group_only(m: Patch) -> None:
     def reserve(f, self, lease, q_cap, lookahead):
         got = f(self, lease, q_cap, lookahead)
-        return got and got._replace(mapped=[entry for entry in got.mapped if entry[0] == 0])
+        return got and structs.replace(got, mapped=[entry for entry in got.mapped if entry[0] == 0])
     wrapped(m, Ledger, "reserve", reserve)
 
 
