@@ -52,8 +52,6 @@ class Recipe:
 
 
 RECIPES = {recipe.kind: recipe for recipe in (
-    Recipe("eagle3", taps=(1, 15, 28), layers=1, inner=1536, vocabulary=8192, drafts=5,
-           eight=("fc", "midlayer")),
+    Recipe("eagle3", taps=(1, 15, 28), layers=1, inner=1536, vocabulary=8192, drafts=5),
     Recipe("dflash", taps=(1, 10, 19, 28), layers=3, inner=768, vocabulary=16384, drafts=7),
-    Recipe("dspark", taps=(1, 10, 19, 28), layers=3, inner=768, vocabulary=16384, drafts=7, rank=64,
-           eight=("markov_head",)))}
+    Recipe("dspark", taps=(1, 10, 19, 28), layers=3, inner=768, vocabulary=16384, drafts=7, rank=64))}

@@ -75,7 +75,7 @@ def test_heads_are_read_as_any_checkpoint_of_their_layout(kind: str, tmp_path: P
 
 def test_what_ships_is_small():
     sizes = {kind: sum(f.stat().st_size for f in (SHIPPED / kind).iterdir()) for kind in KINDS}
-    assert sum(sizes.values()) < 22e6, sizes
+    assert sum(sizes.values()) < 16.6e6, sizes
 
 
 @pytest.mark.parametrize("kind", KINDS)
