@@ -8,6 +8,7 @@ import re
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,11 +17,12 @@ from stretto.model.load import load_model
 from stretto.model.quantization import parse_quantization
 from stretto.model.source import SafetensorsSource
 from stretto.testing import Ask, Setup, greedy, make_engine, run, target_of
-from training import calibrate, export, prompts
+from training import calibrate, compare, export, prompts
 from training.answers import Answered, Answers, Dataset
 from training.heads import DFlash, DSpark, Eagle3, Seen, Shape, logits_of, shape_of
-from training.loop import Options, SparseCrossEntropy, Trainer, inputs_of
+from training.loop import Options, SparseCrossEntropy, Trainer, inputs_of, walked
 from training.optim import Muon
+from training.recipes import RECIPES
 from training.target import Teacher
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared/data"
@@ -286,6 +288,23 @@ def test_rows_that_are_looked_up_are_rounded_by_what_is_made_of_them(teacher: Te
     value, scales = calibrate.rounded_by(rows, calibrate.moments_of_readers(head, "markov_head.markov_w1"))
     lost, plain = (((w - rows) @ reader.t()).norm() for w in (value, export.rounded(rows)))
     assert lost < 0.7 * plain and scales.shape == (len(rows), 1)
+
+
+def test_heads_are_compared_by_walks_over_the_same_answers(teacher: Teacher, tmp_path: Path) -> None:
+    found = walked(torch.tensor([[2, 0, 0, 1, 0, 9], [0, 0, 9, 9, 9, 9]]), torch.tensor([5, 2]))
+    assert found == [(5, 2), (2, 2)], "after an anchor its accepted drafts and one id more are known"
+    slow, fast = np.array([[30, 15], [10, 10], [20, 15]]), np.array([[30, 12], [10, 10], [20, 10]])
+    gain, deviation = compare.compared(slow, fast)
+    assert gain == pytest.approx(40 / 32 - 1) and 0 < deviation < 0.3 and compare.compared(fast, fast) == (0, 0)
+    answers = Answers()
+    for i in range(3):
+        answers.add(Answered([1, 300 + i], list(range(310, 330 + i)), greedy=True))
+    answers.save(tmp_path / "answers.npz")
+    data, head = Dataset([tmp_path / "answers.npz"], 5, CPU), make_head("dflash", teacher)
+    recipe = RECIPES["dflash"]
+    counts = compare.counts([head, head], recipe, data, teacher, teacher.remember(data))
+    assert counts.shape == (2, 3, 2) and counts[0, :, 0].tolist() == [19, 20, 21] and np.array_equal(*counts)
+    assert bool((counts[..., 1] <= counts[..., 0]).all())
 
 
 # ------------------------------------------------------------------------------------------------------------- prompts
