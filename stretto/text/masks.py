@@ -111,7 +111,7 @@ class MaskMaker:
             if mask is None:
                 return False
             bits[start + i] = mask
-            if i == len(ask.drafts) or not mask[ask.drafts[i] >> 5] >> (ask.drafts[i] & 31) & 1:
+            if i == len(ask.drafts) or not _allows(mask, ask.drafts[i]):
                 self.reused += i + 1
                 if ask.places is not None:
                     ask.places.reused(i + 1)
@@ -215,6 +215,10 @@ def _apart(rows: Sequence[tuple[MaskAsk, int]]) -> tuple[list[tuple[MaskAsk, int
             leaders[known] = row
             apart.append(row)
     return apart, alike
+
+
+def _allows(mask: np.ndarray, token: int) -> bool:
+    return 0 <= token >> 5 < len(mask) and bool(mask[token >> 5] >> (token & 31) & 1)
 
 
 def _cores() -> int:

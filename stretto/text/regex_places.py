@@ -123,6 +123,8 @@ class RegexPlaces:
 
     def after(self, place: Place, token: int) -> Place | None:
         """None where the token leads nowhere, or where it leads is not known."""
+        if not 0 <= token < len(self._texts):
+            return None
         text, begun = _cut(place.begun + self._texts[token])
         if text is None:
             return None

@@ -277,6 +277,16 @@ def test_windows_take_masks_as_far_as_their_drafts_lead(made, monkeypatch) -> No
     maker.close()
 
 
+def test_drafts_that_are_no_ids_lead_nowhere(made) -> None:
+    (state,), maker = started(made, WORDS, 1), MaskMaker(VOCAB, threads=1)
+    maker.make(0, 1, [with_keys(0, state)])
+    for draft in (VOCAB + 31, 10**6, -1):
+        mask, stuck = maker.make(0, 1, [with_keys(0, state, [draft])])
+        assert not stuck and mask.bits[0].tobytes() == state.matcher.compute_bitmask()[: mask.bits[0].nbytes]
+    assert maker.reused == 3
+    maker.close()
+
+
 def test_min_tokens_change_no_mask_that_is_kept(made) -> None:
     """Of two rows at one place, one may not end yet."""
     grammar = Grammar("regex", "[A-Z]{1,40}")
