@@ -227,8 +227,8 @@ def _times_key(prepared: Prepared, limits: HostLimits) -> list[object]:
     measured."""
     resolved, config = prepared.resolved, prepared.resolved.config
     machine = next(d for d in prepared.facts.devices if d.kind == resolved.device)
-    return [__version__, torch.__version__, machine.name, machine.cores, torch.get_num_threads(), resolved.model_name,
-            prepared.facts.model.parameters, resolved.dtype, resolved.kv_dtype, resolved.drafter,
+    return [__version__, torch.__version__, machine.name, machine.cores, machine.kernels, torch.get_num_threads(),
+            resolved.model_name, prepared.facts.model.parameters, resolved.dtype, resolved.kv_dtype, resolved.drafter,
             resolved.speculation_tokens, limits.pages, limits.page_size, limits.max_slots, limits.chunk, limits.budget,
             limits.max_model_len, config.parallel.tensor_parallel_size, config.model.deterministic,
             config.schedule.enforce_eager, config.speculation.acceptance_method, limits.depth, limits.step_work, FORMAT]

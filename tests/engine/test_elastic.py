@@ -256,13 +256,14 @@ def test_step_times_are_used_again_only_where_they_were_measured_alike(monkeypat
                                  speculation=SimpleNamespace(**of), parallel=SimpleNamespace(tensor_parallel_size=1))
         resolved = SimpleNamespace(device="cpu", model_name="m", dtype="bfloat16", kv_dtype="auto", drafter="ngram",
                                    speculation_tokens=4, config=config)
-        facts = SimpleNamespace(devices=[SimpleNamespace(kind="cpu", name="a", cores=2)],
+        machine = SimpleNamespace(kind="cpu", name="a", cores=2, kernels=changes.get("kernels", ()))
+        facts = SimpleNamespace(devices=[machine],
                                 model=SimpleNamespace(parameters=1))
         sizes = HostLimits(page_size=16, pages=(64,), max_slots=9, max_model_len=256, **limits)  # type: ignore[arg-type]
         return json.dumps(_times_key(SimpleNamespace(resolved=resolved, facts=facts), sizes))  # type: ignore[arg-type]
 
     others = [key({"depth": 0}), key({"step_work": True}), key(enforce_eager=True), key(deterministic=True),
-              key(acceptance_method="rejection"), key({"chunk": 64})]
+              key(acceptance_method="rejection"), key({"chunk": 64}), key(kernels=("packed",))]
     assert len({key(), *others}) == 1 + len(others) and key() == key()
     before = key()
     monkeypatch.setattr("stretto.engine.build.FORMAT", 1000)
