@@ -80,7 +80,8 @@ async def test_requests_aborts_and_numbers(kind: type[Engine]):
         await stream.aclose()
         stats = await engine.stats()
         assert (stats.gauges["running"], stats.gauges["waiting"]) == (0, 0)
-        for refused in (request("refuse:it"), request(""), request("x", temperature=-1), request("x", n=0)):
+        unknown = request("x", allowed_token_ids=(10**6,))
+        for refused in (request("refuse:it"), request(""), request("x" * 100_001), unknown):
             with pytest.raises(RequestError):
                 await text_of(engine, refused)
         output = [o async for o in engine.generate(request("crash:it"))]
