@@ -59,7 +59,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("logit processor", "places where a processor of the server's changed which token is the likeliest"),
     Feature("tensor parallelism", "steps that two ranks ran, each with its part of the model, to the same result"),
     Feature("LoRA adapter", "answers of the adapter that the model itself would not give"),
-    *(Feature(f"attention {name}", "the backend of the run", "attention") for name in ("torch", "triton")),
+    *(Feature(f"attention {name}", "the backend of the run", "attention") for name in ("torch", "native", "triton")),
     *(Feature(name, "the type of weights, activations and KV cells", "dtype")
       for name in ("float32", "bfloat16", "float16")),
 )
@@ -82,7 +82,9 @@ REFUSALS: tuple[Refusal, ...] = (Refusal("n > 1", "session: tag", _ONE_ANSWER),
                                  Refusal("deterministic", "rejection sampling",
                                          "a seed's text depends on which positions were drafted"),
                                  Refusal("deterministic", "LoRA adapter",
-                                         "how an adapter's products round depends on the batch"))
+                                         "how an adapter's products round depends on the batch"),
+                                 Refusal("attention native", "float16",
+                                         "float16 has no native kernels of attention"))
 
 
 class Proof(NamedTuple):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from msgspec.structs import replace
@@ -44,6 +45,7 @@ from stretto.model.api import CausalModel
 from stretto.model.load import load_model
 from stretto.model.lora import AdapterBank
 from stretto.model.shard import Shard
+from stretto.ops.native.library import trouble
 from stretto.params import Grammar, ProcessorUse, SamplingParams
 from stretto.protocol import CloseSession, GetSession, LoadAdapter, Output, Request, SessionTurn
 from stretto.sample.custom import CustomProcessors, Registry
@@ -212,7 +214,10 @@ def drafter_of(features: frozenset[str]) -> str | None:
 def engine_of(lab: Lab, on: frozenset[str], lead: Lead = lambda half: half) -> EngineCore:
     """`lead` makes of the device half here that of all ranks."""
     tokenizer, page, drafter = ByteTokenizer(), page_size(on), drafter_of(on)
-    attention = "triton" if "attention triton" in on else "torch"
+    named = [name.removeprefix("attention ") for name in on if name.startswith("attention ")]
+    attention = named[0] if named else "torch"
+    if attention == "native" and (reason := trouble("attention")):
+        pytest.skip(reason)
     setup = Setup(width=4, page_size=page, pool_tokens=16 * max(page, 256), chunk=CHUNK, budget=64,
                   mixed="mixed chunk" in on, overlap="overlap" in on, slots=13, context=CONTEXT,
                   prefix_cache="prefix cache" in on, attention=attention,

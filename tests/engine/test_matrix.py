@@ -9,7 +9,9 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
+from stretto.attn.select import choose_backend
 from stretto.compat import ConfigError
 from stretto.config import Config, LoraSection, ModelSection, SpeculationSection
 from stretto.engine.prepare import prepare
@@ -23,7 +25,8 @@ from tests.proofs import ProofOf
 from tests.spec.suffix_trees import install
 
 OPTIONS: dict[str, tuple[str, ...]] = {
-    "page": tuple(f"page size {size}" for size in (1, 16, 64, 256)), "attention": ("attention torch",),
+    "page": tuple(f"page size {size}" for size in (1, 16, 64, 256)),
+    "attention": ("attention torch", "attention native"),
     "dtype": ("float32", "bfloat16", "float16"), "drafter": ("", *(f"drafter {name}" for name in DRAFTERS)),
     "session": ("", "session: tag", "session: append"), "layers": ("", "window", "recurrent state"),
     **{name: ("", name) for name in ("mixed chunk", "overlap", "retraction", "abort", "prefix cache", "host memory",
@@ -107,6 +110,13 @@ def test_what_is_refused_by_configuration_says_so(labs, monkeypatch, refusal) ->
     assert refusal.sentence in str(told.value)
 
 
+@refused("attention native")
+def test_what_kernels_do_not_serve_says_so(refusal) -> None:
+    """At the start: torch attends instead."""
+    lack = choose_backend([], 16, torch.device("cpu"), getattr(torch, refusal.second)).caps.lack
+    assert refusal.sentence in lack
+
+
 def test_a_shift_that_no_log_probability_shows_by_itself_is_noticed(labs) -> None:
     replay, ids = Replay(labs(frozenset({"float32"})).reference, EIGHT_BITS["bfloat16"]), [7, 3, 250, 9, 12, 40, 41]
     own = replay.logits(ids).log_softmax(-1)
@@ -122,7 +132,7 @@ def test_a_shift_that_no_log_probability_shows_by_itself_is_noticed(labs) -> Non
 
 
 def test_no_refusal_is_left_out() -> None:
-    tested = {"n > 1", "rejection sampling", "deterministic"}
+    tested = {"n > 1", "rejection sampling", "deterministic", "attention native"}
     assert {refusal.first for refusal in REFUSALS} == tested
 
 
