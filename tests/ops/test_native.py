@@ -4,6 +4,7 @@ threads."""
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import shutil
 from pathlib import Path
@@ -64,6 +65,31 @@ def test_a_folder_that_cannot_be_written_to(source, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "file"))
     assert "stretto-native-" in str(build(source))
+
+
+@needs_compiler
+@pytest.mark.parametrize("trouble", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("no home")])
+def test_a_cache_that_fails_costs_the_next_start_a_compilation(source, monkeypatch, trouble):
+    """A full disk, a lock that nobody gives, a home that is not known."""
+    compiled = building._compile
+
+    def compile_elsewhere(command, source, target):
+        if "stretto-native-" not in str(target):
+            raise trouble
+        compiled(command, source, target)
+
+    monkeypatch.setattr(building, "_compile", compile_elsewhere)
+    assert "stretto-native-" in str(build(source))
+
+
+@needs_compiler
+def test_no_room_anywhere_is_said(source, monkeypatch):
+    def compile_nowhere(command, source, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(building, "_compile", compile_nowhere)
+    with pytest.raises(BuildError, match="No space left on device.*free some room, or set STRETTO_CACHE"):
+        build(source)
 
 
 @needs_compiler

@@ -9,6 +9,7 @@ Where the cache folder cannot be written to, a temporary folder of this process 
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import logging
@@ -52,11 +53,22 @@ def build(source: Path) -> Path:
     """The library of `source`, compiled if it is not in the cache. Raises BuildError."""
     command = [*compiler(), *FLAGS, f"-I{HEADERS}"]
     name = f"{source.stem}-{_key(source, command)}.so"
-    folder = cache_folder() / "native"
-    if (folder / name).is_file():
-        return folder / name
-    target = _writable(folder) / name
-    with FileLock(f"{target}.lock"):
+    try:
+        folder = cache_folder() / "native"
+        if (folder / name).is_file():
+            return folder / name
+        return _built(command, source, _writable(folder) / name)
+    except (OSError, RuntimeError) as kept:  # a full disk, a lock that nobody gives, no home
+        log.warning("native kernels %s cannot be kept (%s): compiled for this process alone", source.stem, kept)
+    try:
+        return _built(command, source, Path(_own_folder().name) / name)
+    except OSError as e:
+        raise BuildError(f"neither the cache nor a temporary folder can hold {source.stem} ({e}); free some room, or"
+                         " set STRETTO_CACHE to a folder that has some") from e
+
+
+def _built(command: list[str], source: Path, target: Path) -> Path:
+    with FileLock(f"{target}.lock", timeout=2 * SECONDS):
         if not target.is_file():
             _compile(command, source, target)
     return target
@@ -74,6 +86,8 @@ def _compile(command: list[str], source: Path, target: Path) -> None:
                              "another compiler") from None
         except OSError as e:
             raise BuildError(f"{command[0]} cannot be run ({e}); {WAY_OUT}") from e
+        if done.returncode and os.strerror(errno.ENOSPC) in done.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target.parent))
         if done.returncode:
             raise BuildError(f"{command[0]} failed on {source.name}: {_first_error(done.stderr)}; set CXX to a newer "
                              "compiler")
