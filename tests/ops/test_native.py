@@ -87,8 +87,9 @@ def test_no_room_anywhere_is_said(source, monkeypatch):
     def compile_nowhere(command, source, target):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    source.write_text(SOURCE + "// compiled nowhere before")
     monkeypatch.setattr(building, "_compile", compile_nowhere)
-    with pytest.raises(BuildError, match="No space left on device.*free some room, or set STRETTO_CACHE"):
+    with pytest.raises(BuildError, match=r"No space left on device.*free some room, or set STRETTO_CACHE"):
         build(source)
 
 
