@@ -92,7 +92,7 @@ def test_matrix(capsys):
     code, out, _ = run(capsys, "matrix")
     assert code == 0 and "mixed chunk" in out and "untested" in out and "●" in out
     code, out, _ = run(capsys, "matrix", "window", "drafter eagle3")
-    assert code == 0 and out.startswith("window with drafter eagle3: yes, by tests/engine/test_matrix.py::")
+    assert code == 0 and out.startswith("window with drafter eagle3: yes, by tests/engine/test_matrix")
     code, out, _ = run(capsys, "matrix", "n > 1", "--json")
     cells = {cell["features"][1]: cell for cell in json.loads(out)}
     assert cells["session: tag"]["state"] == "refused" and "branch the session" in cells["session: tag"]["says"]
