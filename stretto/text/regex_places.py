@@ -12,7 +12,8 @@ is what a class holds: it is taken as it is written, and llguidance is asked of 
 take are alike, and so is what lies behind as many characters. That holds for places of two expressions as well.
 
 Expressions with anchors, flags or lazy repetitions have no places here, nor have those that grow too large; their masks
-are made each time. All tables are bounded, and so is work that brings no mask (`RegexPlaces`). No torch in this module.
+are made each time. What is remembered is bounded, and so is work that brings no mask (`RegexPlaces`). No torch in this
+module.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from typing import Any, NamedTuple
 MAX_SOURCE = 1000  # characters of an expression
 MAX_DEPTH = 40  # groups within groups
 MAX_SIZE = 96  # parts of an expression: a step takes as many times a microsecond
-MAX_ENTRIES = 60_000  # of all tables of one expression together, about 100 bytes each; then they are begun anew
+MAX_ENTRIES = 60_000  # of all tables of one expression together; then they are begun anew
+ENTRY_BYTES = 100  # of each, at most
 CREDIT = 4000  # steps from state to state that may be worked out before they bring masks
 WORTH = 8  # such steps that one mask pays for
 SHORT = 16  # bytes; tokens up to here are not looked at one by one
@@ -38,17 +40,19 @@ SHORT = 16  # bytes; tokens up to here are not looked at one by one
 #   ("rep", x, least, most)    x so often; most None: without end
 Expression = tuple[Any, ...]
 EMPTY: Expression = ("seq", ())
+NOWHERE = -1  # no text goes on so, or it leads too far
 
 
 class State:
-    """What may follow. `steps`: by character, as far as they were asked for; None leads nowhere, or too far. States of
-    equal `number` cannot be told apart by any token."""
+    """What may follow. `steps`: by character, as far as they were asked for, to which known state: its place in a list,
+    since states that held each other would be cycles, which only Python's collector frees. States of equal `number`
+    cannot be told apart by any token."""
 
     __slots__ = ("expression", "number", "steps")
 
     def __init__(self, expression: Expression, number: int):
         self.expression, self.number = expression, number
-        self.steps: dict[str, State | None] = {}
+        self.steps: dict[str, int] = {}
 
 
 class Place(NamedTuple):
@@ -107,7 +111,9 @@ class RegexPlaces:
     def __init__(self, source: str, is_in: Callable[[str, str], bool], tokens: TokenTexts, numbers: Numbers):
         self._is_in, self._texts, self._numbers = is_in, tokens.texts, numbers
         self._classes: dict[tuple[str, str], bool] = {}
-        self._states: dict[Expression, State] = {}
+        self._known: list[State] = []
+        self._found: dict[Expression, int] = {}  # where in the list
+        self._left: list[State] = []  # that have steps, known and forgotten ones
         self._entries, self._credit = 0, CREDIT
         whole = parsed(source)
         if _size(whole) > MAX_SIZE:
@@ -119,7 +125,7 @@ class RegexPlaces:
         except ValueError as e:
             raise NoPlaces(str(e)) from None
         self._reach = tokens.longest(lambda character: any(self._holds(one, character) for one in written))
-        self.start = Place(self._state(whole), b"")
+        self.start = Place(self._known[self._state(whole)], b"")
 
     def after(self, place: Place, token: int) -> Place | None:
         """None where the token leads nowhere, or where it leads is not known."""
@@ -128,13 +134,20 @@ class RegexPlaces:
         text, begun = _cut(place.begun + self._texts[token])
         if text is None:
             return None
-        state: State | None = place.state
+        state = place.state
         for character in text:
-            assert state is not None
-            state = state.steps[character] if character in state.steps else self._step(state, character)
-            if state is None:
+            after = state.steps.get(character)
+            if after is None:
+                after = self._step(state, character)
+            if after == NOWHERE:
                 return None
-        return Place(state, begun) if state is not None else None
+            state = self._known[after]
+        return Place(state, begun)
+
+    @property
+    def size(self) -> int:
+        """Bytes, estimated; a little more where turns hold places that were forgotten. Any thread may ask."""
+        return self._entries * ENTRY_BYTES
 
     @staticmethod
     def key(place: Place) -> tuple[int, bytes]:
@@ -144,23 +157,34 @@ class RegexPlaces:
     def reused(self, masks: int) -> None:
         self._credit = min(self._credit + masks * WORTH, CREDIT)
 
-    def _step(self, state: State, character: str) -> State | None:
+    def _step(self, state: State, character: str) -> int:
         if self._credit <= 0:
-            return None
+            return NOWHERE
         self._credit -= 1
-        if self._entries > MAX_ENTRIES:  # places stay good
-            self._classes, self._states, self._entries = {}, {}, 0
+        if self._entries > MAX_ENTRIES:
+            self._forget()
         found = self._derivative(state.expression, character)
-        known = found is not None and _size(found) <= MAX_SIZE
-        state.steps[character] = after = self._state(found) if known and found is not None else None
+        if not state.steps:
+            self._left.append(state)
+        after = NOWHERE if found is None or _size(found) > MAX_SIZE else self._state(found)
+        state.steps[character] = after
         self._entries += 1
         return after
 
-    def _state(self, expression: Expression) -> State:
-        known = self._states.get(expression)
+    def _forget(self) -> None:
+        """Begins the tables anew. Places that turns hold stay good, and find their way again."""
+        for state in self._left:
+            state.steps = {}
+        start = self.start.state
+        self._classes, self._left, self._known, self._found = {}, [], [start], {start.expression: 0}
+        self._entries = _size(start.expression)
+
+    def _state(self, expression: Expression) -> int:
+        known = self._found.get(expression)
         if known is None:
             number = self._numbers.of(_nearby(expression, self._reach))
-            self._states[expression] = known = State(expression, number)
+            self._found[expression] = known = len(self._known)
+            self._known.append(State(expression, number))
             self._entries += _size(expression)
         return known
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from functools import cache
 
@@ -13,7 +14,7 @@ from stretto.params import Grammar
 from stretto.text import regex_places as module
 from stretto.text.grammar import GrammarError, compiled, places_in, texts_of, vocabulary
 from stretto.text.mask_cache import KEY_BYTES, MaskCache
-from stretto.text.regex_places import NoPlaces, Numbers, Place, RegexPlaces, TokenTexts, parsed
+from stretto.text.regex_places import NoPlaces, Numbers, Place, RegexPlaces, State, TokenTexts, parsed
 
 FOLLOWED = [
     r"([\w.+-]{1,64}@[\w-]{1,63}(\.[\w-]{1,63})+ )*!{2000}", r"([a-z]{1,9}[ .,])*!{2000}", r"(\w{1,200} ){5}",
@@ -162,8 +163,9 @@ def byte_id(byte: bytes) -> int:
     return vocabulary_of()[1].texts.index(byte)
 
 
-def along(places: RegexPlaces, text: str) -> Place | None:
-    place: Place | None = places.start
+def along(places: RegexPlaces, text: str, place: Place | None = None) -> Place | None:
+    """Where the text leads, from the start or from a place."""
+    place = place or places.start
     for byte in text.encode():
         place = place and places.after(place, byte_id(bytes([byte])))
     return place
@@ -214,8 +216,46 @@ def test_tables_are_begun_anew_and_places_stay_good(monkeypatch: pytest.MonkeyPa
     kept, key = along(places, "abc"), places.key(along(places, "abc"))
     for n in range(80):
         along(places, "a" * n)
-        assert len(places._states) < 60
+        assert len(places._known) < 60
     assert places.key(kept) == key and places.after(kept, byte_id(b"a")) is not None
+
+
+def alive() -> int:
+    return sum(type(each) is State for each in gc.get_objects())
+
+
+def test_what_was_forgotten_goes(monkeypatch: pytest.MonkeyPatch):
+    """Neither the start nor a place that a turn holds keeps what was found from it."""
+    monkeypatch.setattr(module, "MAX_ENTRIES", 300)
+    gc.collect()
+    before = alive()
+    places = followed("([a-z]{1,9}[ .,]){1,5000}")
+    assert places is not None
+    held, rng, most = [], random.Random(0), 0
+    for _ in range(40):
+        text = "".join(rng.choice("abc") * rng.randint(1, 9) + rng.choice(" .,") for _ in range(20))
+        held.append(along(places, text[: rng.randint(5, 15)]))
+        assert along(places, text) is not None
+        for place in held[::7]:
+            along(places, text[:5], place)
+        places.reused(1000)
+        most = max(most, alive() - before)
+    assert len(held) < most < 300 + len(held) and places.size <= (300 + 9) * module.ENTRY_BYTES
+
+
+@pytest.mark.parametrize("source", ["[a-z]*", "((id|[a-z]{1,30}),)*"])
+def test_places_are_no_cycles(source: str):
+    """Of cycles that grow old nothing is freed where the engine runs."""
+    gc.collect()
+    before = alive()
+    places = followed(source)
+    assert places is not None and along(places, "a" * 20) is not None
+    gc.disable()
+    try:
+        del places
+        assert alive() == before
+    finally:
+        gc.enable()
 
 
 def test_work_that_brings_no_mask_ends(monkeypatch: pytest.MonkeyPatch):
