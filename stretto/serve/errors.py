@@ -84,6 +84,7 @@ class JSONResponse(Response):
 
 REFUSALS = {"session_busy": 409, "session_closing": 409, "session_exists": 409, "session_not_found": 404,
             "session_turn_not_found": 404, "model_not_found": 404, "too_many_sessions": 429,
+            "queue_full": 429,
             "logit_processor_failed": 500}  # codes of RequestError that are not 400
 
 
@@ -104,8 +105,15 @@ def unsupported(param: str, reason: str) -> ApiError:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the nearest known name, or nothing."""
-    near = difflib.get_close_matches(name[:SHOWN], list(known), n=1, cutoff=0.62)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    return _hint(_nearest(name, known))
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name[:SHOWN], list(known), n=1, cutoff=0.62)), None)
+
+
+def _hint(near: str | None) -> str:
+    return f" Did you mean {near!r}?" if near else ""
 
 
 def model_not_found(name: str, served: Iterable[str]) -> ApiError:
@@ -183,7 +191,7 @@ def install(app: FastAPI) -> None:
 
     async def no_route(request: Request, error: Exception) -> Response:
         path = request.url.path
-        hint = _instead(path) or did_you_mean(path, known_paths(app))
+        hint = _instead(path) or _near_path(path, known_paths(app))
         return ApiError(404, f"there is no {path[:SHOWN]}.{hint}", code="unknown_url").response()
 
     async def wrong_method(request: Request, error: Exception) -> Response:
@@ -224,6 +232,12 @@ _ELSEWHERE = {"/api/": "This server does not speak Ollama's API; OpenAI's is at 
 
 def _instead(path: str) -> str | None:
     return next((f" {words}" for start, words in _ELSEWHERE.items() if path.startswith(start)), None)
+
+
+def _near_path(path: str, known: Iterable[str]) -> str:
+    """As did_you_mean, by what follows the /v1 that most paths begin with: it makes no two of them alike."""
+    paths = {place.removeprefix("/v1").strip("/"): place for place in known}
+    return _hint(paths.get(_nearest(path.removeprefix("/v1").strip("/"), paths) or ""))
 
 
 def known_paths(app: FastAPI) -> list[str]:

@@ -65,6 +65,12 @@ def _listed(kind: str) -> Callable[[str, Any], Asked]:
     return read
 
 
+def _choice(param: str, value: Any) -> Asked:
+    if not isinstance(value, list):
+        raise bad_request(f"{param} must be a list of strings; it is {_json_text(param, value)[:64]!r}", param, INVALID)
+    return Asked(Grammar("choice", _json_text(param, value)), param)
+
+
 def _response_format(param: str, value: Any) -> Asked | None:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
@@ -101,12 +107,12 @@ def _structured_outputs(param: str, value: Any) -> Asked | None:
 
 _STRUCTURED: Mapping[str, Callable[[str, Any], Asked]] = {
     "json": _schema, "json_object": lambda param, _: Asked(Grammar("json_schema", ANY_OBJECT), param),
-    "regex": _text("regex"), "choice": _listed("choice"), "grammar": _text("ebnf"),
+    "regex": _text("regex"), "choice": _choice, "grammar": _text("ebnf"),
     "structural_tag": _listed("structural_tag"),
 }
 _FIELDS: Mapping[str, Callable[[str, Any], Asked | None]] = {
     "response_format": _response_format, "structured_outputs": _structured_outputs,
-    "guided_json": _schema, "guided_regex": _text("regex"), "guided_choice": _listed("choice"),
+    "guided_json": _schema, "guided_regex": _text("regex"), "guided_choice": _choice,
     "guided_grammar": _text("ebnf"), "json_schema": _schema, "regex": _text("regex"), "ebnf": _text("ebnf"),
     "structural_tag": _listed("structural_tag"),
 }

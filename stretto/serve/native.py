@@ -22,7 +22,7 @@ from stretto.serve.calls import answer, check_generation, make_generation
 from stretto.serve.errors import bad_request, from_validation, in_words_of, renamed, unsupported
 from stretto.serve.logprobs import floored
 from stretto.serve.schemas import CompletionRequest, GenerateRequest
-from stretto.serve.service import Generation, Service, speculated
+from stretto.serve.service import Generation, Service, new_tokens, speculated
 from stretto.serve.sessions import text_continuation
 from stretto.serve.streaming import DONE, event
 
@@ -50,7 +50,9 @@ def native(service: Service) -> APIRouter:
         async def prepare() -> Generation:
             ids = await service.in_pool(call.encode)
             more = await service.in_pool(text_continuation, service, call.completion, call.prompts)
-            return await make_generation(service, request, call.completion, ids, ignored, arrival, more)
+            generation = await make_generation(service, request, call.completion, ids, ignored, arrival, more)
+            call.check_start(generation)
+            return generation
 
         return await answer(service, request, prepare, call.whole, call.events, _NAMES)
 
@@ -96,6 +98,17 @@ class _Call:
     def encode(self) -> list[list[int]]:
         return [self._service.reader.encode(prompt, "text") if isinstance(prompt, str) else prompt
                 for prompt in self.prompts]
+
+    def check_start(self, generation: Generation) -> None:
+        """Raises ApiError where the first log-probability that is wanted lies behind a prompt."""
+        start = self._body.logprob_start_len
+        if start is None or not self._body.return_logprob:
+            return
+        for request in generation.requests:
+            new = len(new_tokens(request))
+            if start >= new:
+                raise bad_request(f"logprob_start_len is {start}; the prompt has {new} tokens, so it must lie in"
+                                  f" -1..{new - 1}", "logprob_start_len")
 
     # ------------------------------------------------------------------------------------------------- answers
     async def whole(self, service: Service, generation: Generation) -> Any:

@@ -127,15 +127,18 @@ def in_request_words(error: RequestError, body: GenerationBody) -> ApiError:
     if isinstance(body, ChatRequest):
         names["logprobs"] = "top_logprobs"
         names["prompt"] = "messages"
-    elif isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
-        names["prompt_logprobs"] = "logprobs"
+    elif isinstance(body, CompletionRequest):
+        if body.echo and body.logprobs is not None:
+            names["prompt_logprobs"] = "logprobs"
+        if chooses(body):
+            names["n"] = "best_of"
     if body.session is not None or body.session_params is not None:
         holder = "session" if body.session_params is None else "session_params"
         names |= {name: f"{holder}.{name}" for name in ("offset", "branch_from")}
     param, message = error.param, str(error)
     if param in names:
         if param != "prompt":  # there the word is meant as a word
-            message = message.replace(param, names[param], 1)
+            message = re.sub(rf"\b{re.escape(param)}\b", names[param], message, count=1)
         param = names[param]
     elif param is not None and param not in message:
         message = f"{param}: {message}"

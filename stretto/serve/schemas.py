@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    WithJsonSchema,
+    field_validator,
+)
 
 LARGEST_INT = 2**63 - 1  # what travels to the engine
 LARGEST_SEED = 2**64 - 1
@@ -81,6 +90,12 @@ def _text_or_object(value: Any) -> Any:
     if value is None or isinstance(value, (str, dict)):
         return value
     raise ValueError("must be a string or an object")
+
+
+def _texts(value: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        return value
+    raise ValueError("must be a string or a list of strings")
 
 
 Integer = Annotated[int, BeforeValidator(_integral), Field(ge=-(2**63), le=LARGEST_INT)]
@@ -238,6 +253,9 @@ class ContentPart(BaseModel):
     text: str | None = None
 
 
+_PARTS = TypeAdapter(list[ContentPart])
+
+
 class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -248,7 +266,7 @@ class Message(BaseModel):
     def _plain(cls, value: Any) -> Any:
         if value is not None and not isinstance(value, (str, list)):
             raise ValueError("must be a string or a list of content parts")
-        return value
+        return _PARTS.validate_python(value) if isinstance(value, list) else value  # names the part that is wrong
 
 
 class ChatBody(Body):
@@ -260,7 +278,7 @@ class ChatBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: TextOrObject = None
     parallel_tool_calls: bool | None = None
 
 
@@ -300,7 +318,7 @@ class EmbeddingBody(Body):
     user: str | None = None
 
 
-Texts = Annotated[str | list[str], Field(min_length=1)]
+Texts = Annotated[str | list[str], BeforeValidator(_texts), Field(min_length=1)]
 
 
 class EmbeddingRequest(EmbeddingBody):
@@ -448,7 +466,8 @@ class GenerateRequest(TextOrIds):
     incremental: Annotated[bool | None, Field(description="stream only what is new in each event")] = None
     priority: Integer | None = None
     return_logprob: bool | None = None
-    logprob_start_len: Annotated[Integer | None, Field(description="-1: of the answer only")] = None
+    logprob_start_len: Annotated[Integer, Field(
+        ge=-1, description="from which of the prompt's tokens on; -1: of the answer only")] | None = None
     top_logprobs_num: Integer | None = None
     return_text_in_logprobs: bool | None = None
 

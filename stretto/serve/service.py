@@ -42,8 +42,8 @@ from stretto.serve.interfaces import ServeTokenizer
 from stretto.serve.metrics import ServerMetrics
 from stretto.serve.prompts import PromptReader
 from stretto.serve.replies import ReplyPlan, ReplyPlanner
-from stretto.serve.sampling import fit_max_tokens, in_request_words, kept_tokens, to_sampling
-from stretto.serve.schemas import GenerationBody
+from stretto.serve.sampling import chooses, fit_max_tokens, in_request_words, kept_tokens, to_sampling
+from stretto.serve.schemas import CompletionRequest, GenerationBody
 from stretto.serve.settings import ServeSettings
 from stretto.serve.tracing import Tracing
 from stretto.text.grammar import GrammarError, check_grammar, is_quick
@@ -181,8 +181,9 @@ class Service:
             raise in_request_words(RequestError(str(e), param=e.param), body) from e
         total = len(prompts) * max(sampling.n, 1)
         if total > self.settings.max_choices:
-            raise bad_request(f"n times the number of prompts is {total}; the limit is {self.settings.max_choices}",
-                              "n")
+            param = "best_of" if isinstance(body, CompletionRequest) and chooses(body) else "n"
+            raise bad_request(f"{param} times the number of prompts is {total}; the limit is"
+                              f" {self.settings.max_choices}", param)
         keep = kept_tokens(body, self.info.max_model_len)
         requests = []
         for i, prompt in enumerate(prompts):
@@ -379,8 +380,15 @@ def _of_every_new_token(request: Request, scores: list[TokenLogprob]) -> list[To
     turn = request.session
     if turn is None or turn.mode != "append" or (scores and scores[0].logprob is None):
         return scores
-    new = request.tokens if turn.continuation is None else turn.continuation  # of which a joined id may be left out
+    new = new_tokens(request)  # of which a joined id may be left out
     return [TokenLogprob(new[-len(scores) - 1], None, [], []), *scores]
+
+
+def new_tokens(request: Request) -> list[int]:
+    """The prompt; of a turn that is appended to a session, what it adds to the history."""
+    turn = request.session
+    appended = turn.continuation if turn is not None and turn.mode == "append" else None
+    return request.tokens if appended is None else appended
 
 
 def _merge(streams: list[AsyncIterator[Output]]) -> Outputs:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import gzip
 import inspect
+import itertools
 import json
 import resource
 import threading
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
+from stretto.serve import schemas
 from stretto.serve.bodies import LARGE, MAX_NESTING
 from stretto.serve.prompts import RESERVED
 from stretto.text.chat_template import ChatTemplateError, NoChatTemplate
@@ -61,9 +65,42 @@ async def test_compressed_bodies_are_refused_by_their_encoding(api: Api, encodin
     (CHAT, {"messages": HELLO, "metadata": "m"}, "metadata", '"m"'),
     (TEXT, {"prompt": "x", "stream": "x" * 5000}, "stream", f'it is "{"x" * 64}"'),
     (CHAT, {"messages": [*HELLO, {"role": "tool", "content": "5"}]}, "messages[1].tool_call_id", "whose result"),
-    (CHAT, {"messages": [{"role": "me", "content": "5"}]}, "messages[0].role", 'it is "me"')], ids=str)
+    (CHAT, {"messages": [{"role": "me", "content": "5"}]}, "messages[0].role", 'it is "me"'),
+    (TEXT, {"prompt": "x", "best_of": 200}, "best_of", "best_of is 200; it must lie in 1..128"),
+    (CHAT, {"messages": HELLO, "tool_choice": 5}, "tool_choice", "a string or an object"),
+    ("/v1/score", {"text_1": 5, "text_2": "x"}, "text_1", "a string or a list of strings"),
+    (CHAT, {"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]", "valid dictionary"),
+    (CHAT, {"messages": HELLO, "structured_outputs": {"choice": "ab"}}, "structured_outputs.choice",
+     "must be a list of strings; it is 'ab'")], ids=str)
 async def test_values_of_another_type_are_shown(api: Api, path: str, body: dict, param: str, words: str):
     assert words in check_shape(await api.http.post(path, json=body), 400, param)
+
+
+MODELS = [each for each in vars(schemas).values() if isinstance(each, type) and issubclass(each, BaseModel)]
+
+
+def complaints(model: type[BaseModel], body: dict[str, Any]) -> list[ErrorDetails]:
+    try:
+        model.model_validate(body)
+    except ValidationError as e:
+        return e.errors()
+    return []
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_errors_name_fields_and_nothing_else(model: type[BaseModel]):
+    """A path is of field names and numbers: no word of how a schema is written down (".str", ".list[str]")."""
+    parts = [{"role": "user", "content": part} for part in (5, [5], [{}], [{"type": 5}], [{"type": "text", "text": 5}])]
+    wrong = [5, 1.5, True, "x", {}, {"b": 5}, [], [5], ["x"], [[5]], [["x"]], [{}], [{"b": 1}], *([p] for p in parts)]
+    names = {name for each in MODELS for name in each.model_fields}
+    for field, value in itertools.product(model.model_fields, wrong):
+        words = {part for error in complaints(model, {field: value}) for part in error["loc"] if isinstance(part, str)}
+        assert words <= names | {"b"}, (field, value)
+
+
+@pytest.mark.parametrize("path", ["/v1/foo", "/v1/x", "/v1/", "/bar"])
+async def test_of_paths_that_are_like_none_no_other_is_named(api: Api, path: str):
+    assert "mean" not in check_shape(await api.http.get(path), 404, None, "unknown_url")
 
 
 @pytest.mark.parametrize("path, words", [("/api/chat", "Ollama's API"), ("/v1/audio/speech", "text only"),
@@ -126,6 +163,7 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": "", "add_special_tokens": False}, "prompt"), (TEXT, {"prompt": ["x"] * 1025}, "prompt"),
     (TEXT, {"prompt": "x", "best_of": 3, "stream": True}, "best_of"),
     (TEXT, {"prompt": "x", "best_of": 2, "n": 3}, "best_of"), (TEXT, {"prompt": "x", "best_of": 0}, "best_of"),
+    (TEXT, {"prompt": "x", "best_of": 200}, "best_of"), (TEXT, {"prompt": ["x"] * 1000, "best_of": 2}, "best_of"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
     (TEXT, {"prompt": ["x"] * 1000, "n": 2}, "n"), (TEXT, {"prompt": "x", "logprobs": True}, "logprobs"),
     (TEXT, {"prompt": "x", "logprobs": 21}, "logprobs"), (TEXT, {"prompt": "x", "logprobs": -1}, "logprobs"),

@@ -74,6 +74,8 @@ async def test_logprobs_in_triples(api: Api):
     assert plain["input_token_logprobs"] == [] and plain["output_token_logprobs"][0][2] is None
     full = (await generate(api, text="say:ab", return_logprob=True, logprob_start_len=0)).json()["meta_info"]
     assert full["input_token_logprobs"][0] == [None, 256, None]
+    last = (await generate(api, text="say:ab", return_logprob=True, logprob_start_len=6)).json()["meta_info"]
+    assert [entry[1] for entry in last["input_token_logprobs"]] == [ord("b")]  # <s>, six letters: 6 is the last place
 
 
 @pytest.mark.parametrize("fields, param", [
@@ -84,6 +86,10 @@ async def test_logprobs_in_triples(api: Api):
     ({"text": "a", "sampling_params": {"max_new_tokens": "x"}}, "max_new_tokens"),
     ({"text": "a", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num"),
     ({"text": "a", "sampling_params": {"use_beam_search": True}}, "use_beam_search"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": 10**6}, "logprob_start_len"),
+    ({"text": ["abc", "a"], "return_logprob": True, "logprob_start_len": 3}, "logprob_start_len"),
+    ({"text": "a", "logprob_start_len": -5}, "logprob_start_len"),
     ({"input_ids": [99999]}, "prompt")])
 async def test_refusals(api: Api, fields: dict, param: str):
     for stream in (False, True):
