@@ -7,6 +7,7 @@ import ctypes
 import errno
 import logging
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,15 @@ def test_what_is_missing_is_said_once(source, monkeypatch, caplog):
 @pytest.mark.parametrize("name", names())
 def test_every_kernel_compiles_here(name):
     assert libraries.trouble(name) is None
+
+
+@pytest.mark.skipif(not shutil.which("clang++"), reason="no clang++")
+@pytest.mark.parametrize("name", names())
+def test_clang_takes_every_kernel(name):
+    """The compiler of macOS, and the last of `COMPILERS`."""
+    done = subprocess.run(["clang++", *building.FLAGS, "-fsyntax-only", str(building.HEADERS / f"{name}.cpp")],
+                          capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no Linux")

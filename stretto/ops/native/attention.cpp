@@ -100,24 +100,33 @@ struct Cells<e4m3> {
 // ------------------------------------------------------------------------------------------------------------ scores
 // Four rows of four blocks of four numbers: block j of x[i] goes to block i of x[j].
 inline void turn(Floats x[4]) {
-    const Ints low = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, high = low + 8;
-    const Ints even = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}, odd = even + 4;
-    const Floats a = __builtin_shuffle(x[0], x[1], low), b = __builtin_shuffle(x[2], x[3], low);
-    const Floats c = __builtin_shuffle(x[0], x[1], high), d = __builtin_shuffle(x[2], x[3], high);
-    x[0] = __builtin_shuffle(a, b, even);
-    x[1] = __builtin_shuffle(a, b, odd);
-    x[2] = __builtin_shuffle(c, d, even);
-    x[3] = __builtin_shuffle(c, d, odd);
+    const auto low = [](Floats a, Floats b) {
+        return picked<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(a, b);
+    };
+    const auto high = [](Floats a, Floats b) {
+        return picked<8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31>(a, b);
+    };
+    const auto even = [](Floats a, Floats b) {
+        return picked<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(a, b);
+    };
+    const auto odd = [](Floats a, Floats b) {
+        return picked<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(a, b);
+    };
+    const Floats a = low(x[0], x[1]), b = low(x[2], x[3]), c = high(x[0], x[1]), d = high(x[2], x[3]);
+    x[0] = even(a, b);
+    x[1] = odd(a, b);
+    x[2] = even(c, d);
+    x[3] = odd(c, d);
 }
 
 // Of x[c], four cells' sums of four: the sums of all of them, [16 cells].
 inline Floats joined(const Floats x[4]) {
-    const Ints even = {0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30}, odd = even + 1;
-    const Floats a = __builtin_shuffle(x[0], x[1], even) + __builtin_shuffle(x[0], x[1], odd);
-    const Floats b = __builtin_shuffle(x[2], x[3], even) + __builtin_shuffle(x[2], x[3], odd);
-    const Floats c = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);  // cell 4 j + i at 4 i + j
-    const Ints back = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-    return __builtin_shuffle(c, back);
+    const auto pairs = [](Floats a, Floats b) {
+        return picked<0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30>(a, b) +
+               picked<1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31>(a, b);
+    };
+    const Floats c = pairs(pairs(x[0], x[1]), pairs(x[2], x[3]));  // cell 4 j + i at 4 i + j
+    return picked<0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15>(c, c);
 }
 
 // Keys of the cells from .. from + 15 of a span as [features / 4][4][16]: four features of four cells in a vector.
@@ -138,22 +147,33 @@ void turn_keys(const Cells<T> &keys, const Places &places, int64_t skipped, int6
         }
 }
 
+// Four numbers, four times: those from 4 FOUR on.
+template <int FOUR>
+inline Floats four_of(Floats x) {
+    constexpr int A = 4 * FOUR, B = A + 1, C = A + 2, D = A + 3;
+    return picked<A, B, C, D, A, B, C, D, A, B, C, D, A, B, C, D>(x, x);
+}
+
 // scores [.][SPAN] of N lines for 16 cells; queries [.][features, zeros up to a multiple of 16].
 template <int N>
 void score(const float *queries, int64_t features, const float *turned, float *scores) {
-    const Ints first = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
     Floats made[N][4];
     for (int i = 0; i < N; ++i)
         for (int c = 0; c < 4; ++c) made[i][c] = Floats{};
     for (int64_t d = 0; d < features; d += LANES) {
         Floats q[N];
         for (int i = 0; i < N; ++i) q[i] = load(queries + i * features + d);
-        for (int four = 0; four < 4; ++four)
+        const auto take = [&](auto four) {
             for (int i = 0; i < N; ++i) {
-                const Floats repeated = __builtin_shuffle(q[i], first + 4 * four);
+                const Floats repeated = four_of<four()>(q[i]);
                 for (int c = 0; c < 4; ++c)
-                    made[i][c] = fma(repeated, load(turned + (d + 4 * four + c) * LANES), made[i][c]);
+                    made[i][c] = fma(repeated, load(turned + (d + 4 * four() + c) * LANES), made[i][c]);
             }
+        };
+        take(std::integral_constant<int, 0>{});
+        take(std::integral_constant<int, 1>{});
+        take(std::integral_constant<int, 2>{});
+        take(std::integral_constant<int, 3>{});
     }
     for (int i = 0; i < N; ++i) store(scores + i * SPAN, joined(made[i]));
 }

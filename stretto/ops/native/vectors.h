@@ -23,6 +23,16 @@ inline Floats all(float x) { return x - Floats{}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }  // contracted: see build.FLAGS
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
+// Of the 32 numbers of a and b, those at 16 places.
+template <int... PLACES>
+inline Floats picked(Floats a, Floats b) {
+#if defined(__clang__)  // GCC has had this since 12
+    return __builtin_shufflevector(a, b, PLACES...);
+#else
+    return __builtin_shuffle(a, b, Ints{PLACES...});
+#endif
+}
+
 inline Floats widened(Shorts bits) { return (Floats)(__builtin_convertvector(bits, Words) << 16); }
 
 // To the nearest, ties to even. A NaN stays one.
