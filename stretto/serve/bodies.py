@@ -1,10 +1,11 @@
-"""Reading request bodies: size limit, strict JSON, pydantic; how a route names its own for the OpenAPI document.
+"""Reading request bodies: limits of size and silence, strict JSON, pydantic; how a route names its own for OpenAPI.
 
 FastAPI's own parsing is left aside, for it accepts NaN, turns deep nesting into a 500 and reads bodies of any size.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 import msgspec
@@ -41,20 +42,35 @@ def _check_plain(request: Request) -> None:
                        headers={"Accept-Encoding": "identity"})
 
 
-async def read(request: Request, limit: int) -> bytes:
+def _stalled(patience: float) -> ApiError:
+    return ApiError(408, f"nothing of the request body has come for {patience:g} s, and it is not whole: send it again,"
+                    " with a Content-Length that is its length", code="body_timeout",
+                    headers={"Connection": "close"})  # what comes yet would be taken for another request
+
+
+async def read(request: Request, limit: int, patience: float) -> bytes:
     """The whole body. Raises ApiError 413 as soon as it is known to be larger than `limit` bytes, 415 for one that is
-    compressed, ClientDisconnect where it does not come to its end."""
+    compressed, 408 when none of it has come for `patience` seconds, ClientDisconnect where its client leaves."""
     _check_plain(request)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise _too_large(limit)
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise _too_large(limit)
-        parts.append(part)
+    parts, size, now = [], 0, asyncio.get_running_loop().time
+    try:
+        async with asyncio.timeout(patience) as silence:
+            async for part in request.stream():
+                silence.reschedule(now() + patience)
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                parts.append(part)
+    except TimeoutError:
+        raise _stalled(patience) from None
     return b"".join(parts)
+
+
+async def _read(service: Service, request: Request) -> bytes:
+    return await read(request, service.settings.max_body_bytes, service.settings.body_timeout)
 
 
 def parse(model: type[BodyT], raw: bytes) -> BodyT:
@@ -89,13 +105,13 @@ def _shallow(raw: bytes, data: Any) -> bool:
 
 
 async def read_body(service: Service, request: Request, model: type[BodyT]) -> BodyT:
-    raw = await read(request, service.settings.max_body_bytes)
+    raw = await _read(service, request)
     return await service.in_pool(parse, model, raw) if len(raw) >= LARGE else parse(model, raw)
 
 
 async def read_optional_body(service: Service, request: Request, model: type[BodyT]) -> BodyT:
     """As read_body; no body at all is an empty object."""
-    raw = await read(request, service.settings.max_body_bytes)
+    raw = await _read(service, request)
     return parse(model, raw or b"{}")
 
 

@@ -22,6 +22,7 @@ class ServeSettings:
     admin_keys: tuple[str, ...] = ()  # open the operators' routes as well; empty: any API key does
     strict_requests: bool = False  # True: an unknown request field is an error; False: named in X-Stretto-Ignored
     max_body_bytes: int = 32 * 2**20
+    body_timeout: float = 30.0  # most that a body may take from one piece of it to the next
     max_prompts: int = 1024  # prompts of one completions call
     max_choices: int = 1024  # prompts x n of one call
     max_live_requests: int = 4096  # running and waiting; above it 429

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from stretto.engine.async_llm import AsyncLLM
 from stretto.engine.llm import LLM, make_config
 from stretto.logit_processors import CustomLogitProcessor
+from stretto.model.hub import ModelNotFound
 from stretto.params import Grammar, ParameterError, ProcessorUse, SamplingParams
 from stretto.protocol import CloseSession, EngineDead, GetSession, RequestError, SessionTurn
 from tests.engine.small import VOCAB, save_tiny
@@ -357,7 +358,7 @@ def test_options_are_read_as_flags_are() -> None:
         make_config("m", {"max_num_seqs": "many"})
 
 
-def test_options_of_other_engines_are_read_as_their_flags_are() -> None:
+def test_options_of_other_engines_are_read_as_their_flags_are(tmp_path: Path) -> None:
     theirs = dict(dtype="half", max_model_len=-1, enable_prefix_caching=False, trust_remote_code=False, revision=None,
                   quantization=None, max_running_requests=7, enable_chunked_prefill=True, swap_space=0,
                   speculative_config={"method": "ngram", "num_speculative_tokens": 3})
@@ -367,7 +368,9 @@ def test_options_of_other_engines_are_read_as_their_flags_are() -> None:
     assert config.kv.prefix_caching is False and config.schedule.max_num_seqs == 7
     assert (config.speculation.speculation, config.speculation.speculation_tokens) == ("ngram", 3)
     assert len(told) == len(theirs), "each translation is told"
-    assert all(note.filename == __file__ for note in told), "where the options are written"
+    with pytest.warns(UserWarning) as told, pytest.raises(ModelNotFound):
+        LLM(str(tmp_path / "none"), **theirs)
+    assert {note.filename for note in told} == {__file__}, "where the options are written"
     for option, words in (({"trust_remote_code": True}, "never run"), ({"quantization": "awq"}, "read from the model"),
                           ({"mm_processor_kwargs": {"a": 1}}, "text alone"), ({"enable_sleep_mode": True}, "idle")):
         with pytest.raises(ValueError, match=f"{next(iter(option)).replace('_', '-')} is not a setting.*{words}"):

@@ -72,6 +72,38 @@ async def test_a_client_that_hangs_up_inside_its_body_is_no_error(caplog, start:
         await api.alive()
 
 
+@pytest.mark.parametrize("start", [b"", b'{"prompt": "x"'], ids=["nothing", "some"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/start_profile"])
+async def test_a_body_that_stalls_gets_its_answer_and_its_connection_closed(path: str, start: bytes):
+    async with make_served(body_timeout=0.3) as api:
+        host, port = api.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n" % path.encode() + start)
+        async with asyncio.timeout(10):
+            told = (await reader.read()).decode()  # to the end of the connection
+        writer.close()
+        assert told.startswith("HTTP/1.1 408 ") and '"body_timeout"' in told and "0.3 s" in told
+        assert api.service.live_calls == 0
+        await api.alive()
+
+
+async def test_a_slow_body_that_goes_on_is_read():
+    async with make_served(body_timeout=0.5) as api:
+        host, port = api.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = b'{"prompt": "say:slow", "max_tokens": 8}'
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+                     % len(body))
+        for at in range(0, len(body), 4):  # a second in all
+            await asyncio.sleep(0.1)
+            writer.write(body[at: at + 4])
+            await writer.drain()
+        async with asyncio.timeout(10):
+            told = (await reader.read()).decode()
+        writer.close()
+        assert told.startswith("HTTP/1.1 200 ") and '"text":"slow"' in told
+
+
 async def answered(api: Api, status: int) -> bool:
     return api.service.metrics.responses["/v1/completions", status] == 1
 
