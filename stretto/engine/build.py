@@ -74,18 +74,23 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 """(what, done, of how many): loading and warm-up."""
 
+GRAMMAR_PATIENCE = 60.0  # seconds, of servers
+
 def start_core(located: Located) -> EngineCore:
     """Both parts, for a process whose parent has found the model. Raises StartFailed with what a user can understand,
     and compat.ConfigError with every refusal."""
     launch = Launch.of_environment()
     try:
         if launch is None:
-            return build_core(prepare_located(located))
-        meeting = Meeting(launch)
-        prepared = prepare_with(meeting, located)
-        return build_core(prepared, ranks=meeting.lead(prepared, located.config.model.deterministic))
+            core = build_core(prepare_located(located))
+        else:
+            meeting = Meeting(launch)
+            prepared = prepare_with(meeting, located)
+            core = build_core(prepared, ranks=meeting.lead(prepared, located.config.model.deterministic))
     except (*START_FAILURES, RankFailed, TimeoutError) as e:
         raise StartFailed(str(e)) from e
+    core.host.bound_patience(GRAMMAR_PATIENCE)
+    return core
 
 
 def build_core(prepared: Prepared, progress: Progress | None = None,

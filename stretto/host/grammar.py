@@ -1,7 +1,8 @@
 """Grammars on the host: compiled in the background, one matcher a turn, and the late mask of a step.
 
     submit      the grammar goes to a thread, which builds it and makes its first mask; its turn waits in the queue,
-                others pass it. One that takes long goes on to other threads, so that quick ones never wait for it
+                others pass it. One that takes long goes on to other threads, so that quick ones never wait for it;
+                it is left out where no turn waits for it any more when its time has come
     result N    the turn's matcher takes the emitted ids; where the grammar ends, so does the turn
     mask N+1    for each position of each window: what may follow, the drafts offered before it taken as given.
                 The device runs the forward pass of step N+1 meanwhile.
@@ -14,11 +15,14 @@ its lexer take 10 MB a second at most, on a core of a server), and so it is esti
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
+from contextlib import suppress
 from itertools import count
 
 from llguidance import LLMatcher, LLTokenizer
@@ -29,6 +33,8 @@ from stretto.text.grammar import GrammarError, compiled, definition, fault_of, i
 from stretto.text.masks import is_dead_end
 from stretto.text.regex_places import Numbers, Place, RegexPlaces, TokenTexts
 
+logger = logging.getLogger(__name__)
+
 COMPILE_THREADS = 2  # for those that take long
 COMPILE_SECONDS = 20.0  # for one grammar
 CACHED = 256  # automata, of all grammars together
@@ -36,6 +42,7 @@ CACHED_BYTES = 1 << 30  # that they take together, as it is estimated
 WORN_BYTES = 64 << 20  # one that takes more gets no new turns: its grammar is compiled anew for them
 SMALL_BYTES = 1 << 20  # of one that was just compiled, at least
 BYTES_A_SECOND = 32 << 20  # of work
+CROWDED = "the grammar takes long to compile, and others that do were compiled before it; try again"
 SLOW_STEPS = 4  # with slow masks, after which another automaton is worth its memory
 
 
@@ -46,10 +53,11 @@ class Compiled:
     def __init__(self, grammar: Grammar):
         self.grammar, self.first = grammar, Future[LLMatcher]()
         self.begun: float | None = None  # when a thread began to compile it
+        self.waiting = 0  # turns that wait for it
         self.places: RegexPlaces | None = None  # known when the first one is ready
         self.more: list[LLMatcher] = []
         self.worked: dict[int, float] = {}  # seconds, by id of an automaton
-        self.coming: Future[LLMatcher] | None = None  # stays where it has failed: the next one would fail as well
+        self.coming: Future[LLMatcher | None] | None = None  # stays where it has failed: the next one would as well
         self.slow = 0  # how often its masks took too long since the last one came
         self._turns = count()
 
@@ -60,7 +68,8 @@ class Compiled:
     @property
     def size(self) -> int:
         """Bytes, estimated."""
-        return self.automata * SMALL_BYTES + int(sum(tuple(self.worked.values())) * BYTES_A_SECOND)
+        places = self.places.size if self.places is not None else 0
+        return self.automata * SMALL_BYTES + int(sum(tuple(self.worked.values())) * BYTES_A_SECOND) + places
 
     @property
     def worn(self) -> bool:
@@ -75,8 +84,9 @@ class Compiled:
 class GrammarState:
     """A turn's place in its grammar: the ids of the turn that were delivered, and the drafts offered after them."""
 
-    def __init__(self, grammar: Compiled):
+    def __init__(self, grammar: Compiled, patience: float = math.inf):
         self.grammar = grammar
+        self._patience = time.monotonic() + patience  # until when its grammar may wait for others
         self._matcher: LLMatcher | None = None
         self._automaton: LLMatcher | None = None  # that its matcher is a copy of
         self._place: Place | None = None  # for as long as it can be followed
@@ -90,7 +100,12 @@ class GrammarState:
 
     @property
     def ready(self) -> bool:
-        return self.compiled.done() and self.compiled.exception() is None
+        return self.compiled.done() and not self.compiled.cancelled() and self.compiled.exception() is None
+
+    @property
+    def crowded(self) -> bool:
+        """Its grammar has waited too long for others, which is not its own fault."""
+        return not self.compiled.done() and self.grammar.begun is None and time.monotonic() > self._patience
 
     @property
     def fault(self) -> str | None:
@@ -98,7 +113,7 @@ class GrammarState:
         if not self.compiled.done():
             late = self.grammar.begun is not None and time.monotonic() > self.grammar.begun + COMPILE_SECONDS
             return f"the grammar was not compiled within {COMPILE_SECONDS:g} s: simplify it" if late else None
-        error = self.compiled.exception()
+        error = self.compiled.exception() if not self.compiled.cancelled() else None
         return None if error is None else f"the grammar cannot be used: {error}"
 
     @property
@@ -188,17 +203,26 @@ class Grammars:
         self._quick = ThreadPoolExecutor(1, "grammar")  # its thread begins with the first grammar
         self._slow = ThreadPoolExecutor(COMPILE_THREADS, "slow grammar")
         self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self.patience = math.inf  # seconds that a turn waits until its grammar's time has come
 
     def state(self, grammar: Grammar) -> GrammarState:
-        """Starts to compile, if need be. Raises GrammarError for what is wrong at first sight."""
+        """Starts to compile, if need be. Raises GrammarError for what is wrong at first sight. A turn that does not
+        wait for it any more says so (`leave`)."""
         known = self._cache.get(grammar)
         if known is None or (known.first.done() and known.first.exception() is not None):
             definition(grammar)
             self._cache[grammar] = known = Compiled(grammar)
             self._quick.submit(self._begin, known)
+        known.waiting += 1
         self._cache.move_to_end(grammar)
         self._let_go()
-        return GrammarState(known)
+        return GrammarState(known, self.patience)
+
+    def leave(self, state: GrammarState) -> None:
+        """Its turn does not wait any more. A grammar that no turn waits for is not begun."""
+        state.grammar.waiting -= 1
+        if not state.grammar.waiting and state.compiled.cancel():
+            self.forget(state)
 
     def _let_go(self) -> None:
         """Grammars that were used least recently are forgotten until all automata together are few and small enough.
@@ -233,21 +257,28 @@ class Grammars:
         grammar.slow += 1
         if grammar.coming is None:
             if grammar.slow >= SLOW_STEPS and len(grammar.more) + 1 < most:
-                grammar.coming = self._slow.submit(self._another, grammar)
+                grammar.coming = self._slow.submit(self._spare, grammar)
                 self._let_go()
-        elif grammar.coming.done() and grammar.coming.exception() is None:
-            grammar.more.append(grammar.coming.result())
+        elif grammar.coming.done() and (made := grammar.coming.result()) is not None:
+            grammar.more.append(made)
             grammar.coming, grammar.slow = None, 0
             for state in states[1::2]:
                 state.move(grammar.more[-1])
 
     def _begin(self, known: Compiled) -> None:
-        if is_quick(known.grammar):
-            self._finish(known)
-        else:
-            self._slow.submit(self._finish, known)
+        try:
+            if known.first.cancelled():
+                return
+            if is_quick(known.grammar):
+                self._finish(known)
+            else:
+                self._slow.submit(self._finish, known)
+        except BaseException as e:  # a panic of llguidance is no Exception
+            _tell(known, e)
 
     def _finish(self, known: Compiled) -> None:
+        if not known.first.set_running_or_notify_cancel():
+            return
         try:
             known.begun = time.monotonic()
             matcher = self._another(known)
@@ -256,8 +287,16 @@ class Grammars:
                 self._texts = self._texts or texts_of(self._built)
             known.places = places_in(known.grammar, self._texts, self._numbers)
             known.first.set_result(matcher)
-        except Exception as e:  # whatever it is, the turns that wait are told
-            known.first.set_exception(e)
+        except BaseException as e:
+            _tell(known, e)
+
+    def _spare(self, known: Compiled) -> LLMatcher | None:
+        """Another automaton; None where it cannot be made."""
+        try:
+            return self._another(known)
+        except BaseException:
+            logger.exception("a second automaton of a grammar cannot be made; its rows share the first one")
+            return None
 
     def _another(self, known: Compiled) -> LLMatcher:
         before = time.thread_time()
@@ -273,6 +312,17 @@ class Grammars:
     def close(self) -> None:
         for pool in (self._quick, self._slow):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _tell(known: Compiled, error: BaseException) -> None:
+    """Whatever it is, the turns that wait are told: by an error of its own, since the other one's frames hold what the
+    grammar holds, and such a cycle would stay."""
+    told = str(error)
+    if not isinstance(error, GrammarError):
+        logger.error("a grammar of the kind %s could not be compiled", known.grammar.kind, exc_info=error)
+        told = f"{type(error).__name__}: {error}"
+    with suppress(InvalidStateError):  # no turn waits
+        known.first.set_exception(GrammarError(told))
 
 
 def wait_for(states: Sequence[GrammarState], seconds: float) -> None:

@@ -17,7 +17,7 @@ from stretto.host.audit import audit, check, repair
 from stretto.host.cost import StepClock
 from stretto.host.counters import Counters
 from stretto.host.faults import HostFault
-from stretto.host.grammar import Grammars, GrammarState, wait_for
+from stretto.host.grammar import CROWDED, Grammars, GrammarState, wait_for
 from stretto.host.intake import Intake
 from stretto.host.ledger import Ledger
 from stretto.host.limits import HostLimits
@@ -206,14 +206,22 @@ class HostHalf:
         return offered if epoch == turn.epoch else []
 
     def _note_compiled(self) -> None:
-        """Ends the turns whose grammar has turned out to be unusable."""
+        """Ends the turns whose grammar has turned out to be unusable, or whose patience is over."""
         for turn in self._intake.compiling[:]:
-            assert turn.grammar is not None
-            fault = turn.grammar.fault
-            if fault is not None or turn.grammar.ready:
-                self._intake.compiling.remove(turn)
-                if fault is not None and turn in self._live.of(turn.job.request.rid):
-                    self._unsent += self.results.fail(turn, fault)
+            assert turn.grammar is not None and self._grammars is not None
+            live, crowded = turn in self._live.of(turn.job.request.rid), turn.grammar.crowded
+            fault = CROWDED if crowded else turn.grammar.fault
+            if fault is None and live and not turn.grammar.ready:
+                continue
+            self._intake.compiling.remove(turn)
+            self._grammars.leave(turn.grammar)
+            if fault is not None and live:
+                self._unsent += self.results.fail(turn, fault, "queue_full" if crowded else "invalid_grammar")
+
+    def bound_patience(self, seconds: float) -> None:
+        """So long a grammar that takes long waits at most for others of other users."""
+        if self._grammars is not None:
+            self._grammars.patience = seconds
 
     def rest(self, seconds: float) -> None:
         """Where nothing can run before a grammar is compiled: until one is, or so long."""

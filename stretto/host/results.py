@@ -266,10 +266,11 @@ class Results:
             outputs.append(Output(rid, 0, [], "", ABORT))
         return outputs
 
-    def fail(self, turn: Turn, cause: str) -> list[Output]:
-        """Ends one turn whose grammar cannot be used, or has led into a dead end: the request's own fault."""
+    def fail(self, turn: Turn, cause: str, code: str = "invalid_grammar") -> list[Output]:
+        """Ends one turn whose grammar cannot be used, or has led into a dead end: the request's own fault. By another
+        `code`: it was not compiled in time."""
         self._counters.grammar_errors += 1
-        return self._fail(turn, cause, "invalid_grammar", None)
+        return self._fail(turn, cause, code, None)
 
     def fail_processor(self, turn: Turn, cause: str) -> list[Output]:
         """Ends one turn whose logit processor has failed. Code of the client's is the client's own fault."""

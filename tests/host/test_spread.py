@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import threading
+import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,8 +17,10 @@ import pytest
 
 from stretto.host import grammar as grammar_module
 from stretto.host.grammar import Grammars, GrammarState
-from stretto.params import Grammar
+from stretto.params import Grammar, SamplingParams
+from stretto.protocol import Request
 from stretto.text import masks as masks_module
+from stretto.text import regex_places as places_module
 from stretto.text.grammar import vocabulary
 from stretto.text.masks import MaskAsk, MaskMaker
 from tests.host.fake_device import EOS, VOCAB
@@ -23,6 +28,10 @@ from tests.host.harness import Characters, Harness, make_world
 from tests.host.test_mutants import GRAMMAR, TIGHT
 
 WORDS, HEX = Grammar("regex", "([A-Z]{1,5}[0-9]){40}"), Grammar("regex", "[0-9A-F]{200}")
+
+
+class Panic(BaseException):
+    """As those of Rust are."""
 
 
 @pytest.fixture
@@ -324,12 +333,16 @@ def test_the_bytes_of_all_automata_are_bounded(made, monkeypatch) -> None:
     monkeypatch.setattr(grammar_module, "SMALL_BYTES", 1)
     monkeypatch.setattr(grammar_module, "BYTES_A_SECOND", 1000)
     monkeypatch.setattr(grammar_module, "CACHED_BYTES", 3500)
+    monkeypatch.setattr(places_module, "ENTRY_BYTES", 0)
     bounded = [Grammar("regex", f"[A-Z]{{{n}}}") for n in range(30, 35)]
     for grammar in bounded:
         made.worked(started(made, grammar, 1)[0], 1.0)
         assert sum(known.size for known in made._cache.values()) <= 3500 + 1000
     made.state(bounded[4])
     assert list(made._cache) == bounded[2:]
+    monkeypatch.setattr(places_module, "ENTRY_BYTES", 1000)  # what is known of their places counts, too
+    made.state(bounded[4])
+    assert list(made._cache) == bounded[4:]
     assert made.state(bounded[0]).grammar.size < 1000  # begun anew
 
 
@@ -362,6 +375,136 @@ def test_quick_grammars_do_not_wait_for_slow_ones(made, monkeypatch) -> None:
     go.set()
     for state in waiting:
         assert state.compiled.result(timeout=30) and state.fault is None
+
+
+@pytest.fixture
+def held(made, monkeypatch):
+    """Slow grammars are compiled when the event is set; the list tells which were begun."""
+    go, compile_, begun = threading.Event(), grammar_module.compiled, []
+
+    def compile_later(grammar, tokens):
+        begun.append(grammar)
+        assert go.wait(60)
+        return compile_(grammar, tokens)
+
+    monkeypatch.setattr(grammar_module, "compiled", compile_later)
+    monkeypatch.setattr(grammar_module, "is_quick", lambda grammar: False)
+    yield go, begun
+    go.set()
+
+
+def numbered(n: int) -> list[Grammar]:
+    return [Grammar("regex", f"A[0-9]{{{i}}}") for i in range(2, 2 + n)]
+
+
+def until(condition) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come about")
+
+
+def test_grammars_that_no_turn_waits_for_are_not_begun(made, held) -> None:
+    go, begun = held
+    first, gone, asked_again, last = numbered(grammar_module.COMPILE_THREADS), *numbered(9)[-3:]
+    running = [made.state(grammar) for grammar in first]
+    until(lambda: len(begun) == len(first))
+    left, again, stays = made.state(gone), made.state(asked_again), made.state(last)
+    other = made.state(asked_again)  # a second turn
+    for state in (left, again, *running):
+        made.leave(state)
+    assert left.compiled.cancelled() and gone not in made._cache and not other.compiled.done()
+    assert not left.ready and left.fault is None
+    go.set()
+    assert stays.compiled.result(timeout=30) and other.compiled.result(timeout=30) and other.ready
+    assert all(state.compiled.result(timeout=30) for state in running)  # begun already
+    assert set(begun) == {*first, asked_again, last}
+    back = made.state(gone)
+    assert back.compiled.result(timeout=30) and back.ready
+
+
+def test_a_grammar_does_not_wait_for_others_without_end(held, made) -> None:
+    go, begun = held
+    made.patience = 0.0
+    running = [made.state(grammar) for grammar in numbered(grammar_module.COMPILE_THREADS)]
+    until(lambda: len(begun) == len(running))
+    waiting = made.state(numbered(9)[-1])
+    until(lambda: waiting.crowded)
+    assert waiting.fault is None and not any(state.crowded for state in running)
+    made.leave(waiting)
+    made.patience = 1000.0
+    later = made.state(waiting.grammar.grammar)
+    assert later.grammar is not waiting.grammar and not later.crowded
+    go.set()
+    assert later.compiled.result(timeout=30)
+
+
+def test_an_abort_takes_its_grammar_along_and_patience_ends_requests(held) -> None:
+    go, begun = held
+    world = make_world(random.Random(3), **GRAMMAR)
+    h = Harness(world, 3)
+    half = h.half
+    half.bound_patience(0.05)
+
+    def submit(rid: str, grammar: Grammar) -> None:
+        half.submit(Request(rid=rid, tokens=[1, 2, 3], sampling=SamplingParams(max_tokens=4, grammar=grammar)))
+    many = numbered(grammar_module.COMPILE_THREADS + 2)
+    known = half._grammars
+    try:
+        for i, grammar in enumerate(many):
+            submit(str(i), grammar)
+        until(lambda: len(begun) == grammar_module.COMPILE_THREADS)
+        assert half.abort(str(len(many) - 1))
+        half.plan()
+        assert many[-1] not in known._cache
+        until(lambda: (half.plan(), told := half.take_outputs()) and
+              [(o.rid, o.error_code) for o in told] == [(str(len(many) - 2), "queue_full")])
+    finally:
+        for i in range(len(many)):
+            half.abort(str(i))
+        half.plan()
+        go.set()
+
+
+@pytest.mark.parametrize("step", ["is_quick", "compiled"])
+@pytest.mark.parametrize("error", [RecursionError("too deep"), Panic("index out of bounds")], ids=["Error", "Panic"])
+def test_whatever_breaks_tells_the_turns_and_is_tried_again(made, monkeypatch, caplog, step: str, error) -> None:
+    def broken(*_):
+        raise error
+    with monkeypatch.context() as m:
+        m.setattr(grammar_module, step, broken)
+        state = made.state(WORDS)
+        assert state.compiled.exception(timeout=30) is not None
+        assert str(error) in (state.fault or "") and type(error).__name__ in (state.fault or "")
+    assert "could not be compiled" in caplog.text
+    assert started(made, WORDS, 1)[0].ready
+
+
+def test_grammars_that_go_leave_no_cycles(made, impatient, monkeypatch) -> None:
+    """Where the engine runs, nothing is freed that only the collector could free."""
+    started(made, WORDS, 1)  # the vocabulary
+    gone: list[weakref.ref] = []
+    gc.collect()
+    gc.disable()
+    try:
+        for source in ["([A-Z]{1,5}[0-9]){40}x*", "(A", "A|B*"]:
+            state = made.state(Grammar("regex", source))
+            if state.compiled.exception(timeout=30) is None:
+                for token in Characters().encode_inside("ABC"):
+                    if state.keys([]) and allowed(np.frombuffer(state.matcher.compute_bitmask(), np.int32)).size:
+                        state.keys([token])
+                with monkeypatch.context() as m:
+                    m.setattr(made, "_compile", lambda grammar: 1 / 0)
+                    m.setattr(grammar_module.logger, "disabled", True)  # the test's own log keeps what it is told
+                    made.spread([state, state], 4)
+                    assert state.grammar.coming is not None and state.grammar.coming.result(timeout=30) is None
+            made.forget(state)
+            gone.append(weakref.ref(state.grammar))
+            del state
+            until(lambda: not any(each() for each in gone))
+    finally:
+        gc.enable()
 
 
 def test_a_grammar_that_does_not_hold_tells_its_turns(made) -> None:
