@@ -25,11 +25,11 @@ from stretto.engine.llm import (
     Message,
     Prompt,
     chat_tokens,
-    make_config,
     prompt_tokens,
     score_texts,
 )
 from stretto.engine.locate import configured_tokenizer
+from stretto.engine.options import make_config
 from stretto.engine.prepare import prepare
 from stretto.foreign.python import OF_LLM, missing
 from stretto.params import SamplingParams

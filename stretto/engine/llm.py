@@ -11,26 +11,25 @@ import itertools
 import sys
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from numbers import Integral
 from types import TracebackType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from stretto.config import READ_AS, Config
+from stretto.config import Config
 from stretto.engine.build import build_core
 from stretto.engine.core import EngineCore
 from stretto.engine.locate import configured_tokenizer
+from stretto.engine.options import make_config
 from stretto.engine.prepare import Prepared, prepare
 from stretto.foreign.python import OF_COMPLETION, OF_LLM, missing
-from stretto.foreign.translate import Told, UnknownSetting, read_mapping, setting_names
 from stretto.params import SamplingParams
 from stretto.protocol import (
     Action,
@@ -85,46 +84,6 @@ class Completion:
 
 class GenerationError(RuntimeError):
     """A request that ended with an error of the engine; the message carries the cause."""
-
-
-def make_config(model: str | None, options: Mapping[str, Any]) -> Config:
-    """A Config from flat options, named as the fields of its sections; sizes and counts as the flags take them, "4GiB"
-    and "8K". Options of vLLM and SGLang are read as their flags are, and what was made of them is told as a warning.
-    Raises TypeError for one that is none, ValueError for a text that is no number and for what cannot be had here."""
-    told = Told([], [])
-    try:
-        named = read_mapping(options, "the options", told)
-    except UnknownSetting as e:
-        raise TypeError(f"{e}; known: {', '.join(sorted(setting_names()))}") from e
-    if told.void and named.get("strict"):
-        raise ValueError("\n".join(f"{note} (refused by strict=True)" for note in told.void))
-    for note in (*told.notes, *told.void):
-        warnings.warn(note, stacklevel=3)
-    left = {name: _number(name, value) if isinstance(value, str) else value for name, value in named.items()}
-    if model is not None:
-        left["model"] = model
-    config = Config()
-    for section in fields(Config):
-        old = getattr(config, section.name)
-        mine = {f.name: left.pop(f.name) for f in fields(old) if f.name in left}
-        config = replace(config, **{section.name: replace(old, **mine)})
-    return config
-
-
-def _number(name: str, text: str) -> Any:
-    """A text as the number that its option wants; others stay as they are. Raises ValueError."""
-    if name in READ_AS:
-        return READ_AS[name](text)
-    kinds = next((get_args(hint) or (hint,) for section in fields(Config)
-                  for one, hint in get_type_hints(type(getattr(Config(), section.name))).items() if one == name), ())
-    number = next((kind for kind in (int, float) if kind in kinds), None)
-    allowed = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-    if number is None or text in allowed:
-        return text
-    try:
-        return number(text)
-    except ValueError:
-        raise ValueError(f"{name} is {text!r}; it must be {'or '.join(['a number ', *allowed])}") from None
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:

@@ -15,7 +15,8 @@ from msgspec import msgpack
 from msgspec.structs import replace
 
 from stretto.engine.async_llm import AsyncLLM
-from stretto.engine.llm import LLM, make_config
+from stretto.engine.llm import LLM
+from stretto.engine.options import make_config
 from stretto.logit_processors import CustomLogitProcessor
 from stretto.model.hub import ModelNotFound
 from stretto.params import Grammar, ParameterError, ProcessorUse, SamplingParams
@@ -354,8 +355,38 @@ def test_options_are_read_as_flags_are() -> None:
     with pytest.raises(ValueError, match="'many' is not a number as in 8192"):
         make_config("m", {"max_model_len": "many"})
     assert make_config("m", {"speculation_tokens": "auto"}).speculation.speculation_tokens == "auto"
-    with pytest.raises(ValueError, match="max_num_seqs is 'many'; it must be a number"):
+    with pytest.raises(ValueError, match="max_num_seqs is 'many'; it must be a whole number"):
         make_config("m", {"max_num_seqs": "many"})
+
+
+@pytest.mark.parametrize("name, value, kept", [
+    ("deterministic", "false", False), ("overlap", "no", False), ("prefix_caching", "Off", False),
+    ("deterministic", 1, True), ("overlap", None, None), ("max_num_seqs", np.int64(4), 4), ("max_num_seqs", "12", 12),
+    ("max_num_seqs", 2.0, 2), ("gpu_memory_utilization", ".5", 0.5), ("gpu_memory_utilization", 1, 1.0),
+    ("speculation_tokens", "3", 3), ("lora_modules", ["a=b"], ("a=b",)), ("lora_modules", "a=b", ("a=b",)),
+    ("chat_template", "x.jinja", Path("x.jinja")), ("tokenizer", Path("a"), "a"), ("model", Path("m"), "m")])
+def test_options_have_the_type_of_their_setting(name: str, value: object, kept: object) -> None:
+    config = make_config(None, {name: value})
+    found = next(getattr(section, name) for section in vars(config).values() if hasattr(section, name))
+    assert found == kept and type(found) is type(kept)
+
+
+@pytest.mark.parametrize("name, value, words", [
+    ("deterministic", "x", "True or False"), ("overlap", 2, "True or False"), ("max_num_seqs", 2.5, "a whole number"),
+    ("max_num_seqs", True, "a whole number"), ("speculation", None, "text; leave it out for 'off'"),
+    ("speculation", {"method": "ngram"}, "text"), ("speculation", True, "text"),
+    ("dtype", "int8", "'auto' or 'float32'"), ("speculation_tokens", "x", "a whole number or 'auto'"), ("kv_memory", 2.5, "a whole number"),
+    ("lora_modules", 5, "a list of texts"), ("seed", "null", "a whole number")])
+def test_options_of_a_wrong_type_are_refused(name: str, value: object, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is {re.escape(repr(value))}; it must be .*{words}"):
+        make_config("m", {name: value})
+
+
+def test_settings_of_a_server_are_told() -> None:
+    with pytest.warns(UserWarning, match="port: a setting of `stretto serve`; there is no server here"):
+        make_config("m", {"port": 5})
+    with pytest.raises(ValueError, match="refused by strict"):
+        make_config("m", {"port": 5, "strict": "true"})
 
 
 def test_options_of_other_engines_are_read_as_their_flags_are(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from stretto.engine.build import build_core
-from stretto.engine.llm import LLM, make_config
+from stretto.engine.llm import LLM
+from stretto.engine.options import make_config
 from stretto.engine.prepare import prepare
 from stretto.params import SamplingParams
 from stretto.text.tokenizer import load_tokenizer
