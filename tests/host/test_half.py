@@ -222,9 +222,10 @@ def test_books_that_do_not_add_up_are_counted_by_a_server():
     assert half.counters.broken_books == 1
 
 
-def test_the_host_half_leaves_no_cycles():
+@pytest.mark.parametrize("world", [{"eager": True}, {"eager": True, "grammar_share": 0.7}], ids=["plain", "grammars"])
+def test_the_host_half_leaves_no_cycles(world: dict):
     """Reference counts free everything, so a server may hold Python's cycle collector off while it is busy."""
-    h = Harness(make_world(random.Random(2), drafter="ngram", width=3, eager=True), 2)
+    h = Harness(make_world(random.Random(2), drafter="ngram", width=3, **world), 2)
     gc.collect()
     gc.disable()
     try:
@@ -233,6 +234,7 @@ def test_the_host_half_leaves_no_cycles():
     finally:
         gc.enable()
     assert total["retractions"] and total["session_turns"] and total["forks"]
+    assert bool(h.half.counters.masked_steps) == ("grammar_share" in world)
 
 
 # ------------------------------------------------------------------------------------------------------------ sources

@@ -14,6 +14,7 @@ import pytest
 
 from stretto.engine.build import grammars, text_streams
 from stretto.engine.core import EngineCore
+from stretto.host import grammar as grammar_module
 from stretto.params import Grammar, SamplingParams
 from stretto.protocol import Request
 from stretto.serve import service as service_module
@@ -293,6 +294,28 @@ async def test_an_empty_schema_asks_for_json(oracle: Oracle, fields: dict):
     async with real(oracle) as api:
         text = (await api.complete("x", **fields, max_tokens=3, seed=1)).json()["choices"][0]["text"]
         assert text.lstrip()[:1] in ("", *'{["-0123456789tfn')  # how JSON begins; without a grammar any byte may
+
+
+async def test_a_grammar_that_waits_too_long_for_others_is_a_429(oracle: Oracle, monkeypatch: pytest.MonkeyPatch):
+    go, cores = threading.Event(), []
+    compile_ = grammar_module.compiled
+    monkeypatch.setattr(grammar_module, "is_quick", lambda grammar: False)
+    monkeypatch.setattr(grammar_module, "compiled", lambda *these: (go.wait(60), compile_(*these))[1])
+    async with real(oracle, cores=cores) as api:
+        cores[0].host.bound_patience(0.3)
+        try:
+            sent = [asyncio.create_task(api.complete("x", regex=f"[a-z]{{{n}}}", max_tokens=20)) for n in range(2, 6)]
+            late, _ = await asyncio.wait(sent, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+            more, waiting = await asyncio.wait(sent, timeout=1)
+            refused = [each.result() for each in late | more]
+            assert [answer.status_code for answer in refused] == [429, 429] and len(waiting) == 2
+            for answer in refused:
+                error = answer.json()["error"]
+                assert error["code"] == "queue_full" and "try again" in error["message"]
+                assert answer.headers["retry-after"] == "1"
+        finally:
+            go.set()
+        assert all([(await each).status_code == 200 for each in waiting])
 
 
 async def test_the_engines_refusal_of_a_grammar_names_its_field(oracle: Oracle):
