@@ -26,9 +26,9 @@ import msgspec
 import numpy as np
 
 from stretto.config import Config
+from stretto.engine.collector import look_once, spare_collector
 from stretto.engine.locate import locate
 from stretto.engine.messages import Outputs
-from stretto.engine.process import look_once, spare_collector
 from stretto.host.cost import CostModel, StepWork
 from stretto.host.elastic import Elastic
 from stretto.host.half import HostHalf

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import logging
 import multiprocessing
 import os
@@ -34,6 +33,7 @@ import msgspec
 import psutil
 import zmq
 
+from stretto.engine.collector import RestingInbox, look_once, spare_collector
 from stretto.engine.loop import Core, CoreFactory, run_loop
 from stretto.engine.messages import Command, Event
 from stretto.logs import set_up_logging
@@ -111,35 +111,9 @@ def _child_main(factory: CoreFactory, address: str, parent_pid: int, log_level: 
     def send(event: Event) -> None:
         events.send(encoder.encode(event))
 
-    clean = run_loop(partial(_make_settled, factory), ZmqInbox(commands), send)
+    clean = run_loop(partial(_make_settled, factory), RestingInbox(ZmqInbox(commands)), send)
     context.destroy(linger=5000)
     sys.exit(0 if clean else 1)
-
-
-def spare_collector() -> None:
-    """What this process has made so far is left to Python's cycle collector no more: it would look through all of it
-    again and again (70 ms a time), while steps and streams wait, and find nothing there. Called once it is ready. What
-    comes later is still looked through, less often: messages hold containers and no cycles."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 10, 10)
-
-
-def look_once() -> None:
-    """From now on the collector looks at each object once, while it is young:
-
-        young objects | pass | what is left is never looked at again
-
-    An engine's heap grows with its prefix tree, by millions of objects that live until their pages are evicted, and no
-    cycle keeps them: the host half makes none (tests/host/test_half.py). A pass over the middle generation would hold
-    up a step by half a second. Cycles that grow old are never freed, as they practically were not before."""
-    gc.set_threshold(10_000, 10, 10)
-    gc.callbacks.append(_spare_survivors)
-
-
-def _spare_survivors(phase: str, info: dict[str, int]) -> None:
-    if phase == "stop":
-        gc.freeze()
 
 
 def _make_settled(factory: CoreFactory) -> Core:

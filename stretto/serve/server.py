@@ -28,8 +28,8 @@ import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stretto.engine.client import EngineClient
+from stretto.engine.collector import spare_collector
 from stretto.engine.loop import CoreFactory
-from stretto.engine.process import spare_collector
 from stretto.engine.supervisor import Supervisor
 from stretto.protocol import EngineDead, EngineInfo
 from stretto.serve.app import build_app

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from stretto.engine.process import _spare_survivors, look_once
+from stretto.engine.collector import IDLE_SECONDS, RestingInbox, _spare_survivors, look_once
+from stretto.engine.messages import Command
 from stretto.host.prefix import PrefixTree
 
 
@@ -42,17 +43,42 @@ def test_a_prefix_tree_that_grows_is_not_looked_at_again(looks_once: None):
     assert gc.get_freeze_count() - before > 80_000
 
 
+class Ring:
+    """A cycle that counts itself."""
+
+    alive = 0
+
+    def __init__(self) -> None:
+        self.me = self
+        Ring.alive += 1
+
+    def __del__(self) -> None:
+        Ring.alive -= 1
+
+
+def test_old_cycles_are_freed_when_nothing_is_to_be_done(looks_once: None):
+    class Empty:
+        def take(self, timeout: float) -> list[Command]:
+            return []
+
+    now = 0.0
+    gc.collect()
+    inbox, before = RestingInbox(Empty(), lambda: now), Ring.alive
+    kept = [Ring() for _ in range(20_000)]
+    gc.collect()  # they have grown old
+    kept.clear()
+    gc.collect()
+    assert Ring.alive - before == 20_000
+    for now, timeout in ((1.0, 0.5), (30.0, 0.0), (30.0 + IDLE_SECONDS, 0.5)):  # soon; at work; not for long enough
+        inbox.take(timeout)
+        assert Ring.alive - before == 20_000, now
+    now = 31.0 + IDLE_SECONDS
+    inbox.take(0.5)
+    assert Ring.alive == before
+
+
 def test_young_cycles_are_freed(looks_once: None):
-    class Ring:
-        alive = 0
-
-        def __init__(self) -> None:
-            self.me = self
-            Ring.alive += 1
-
-        def __del__(self) -> None:
-            Ring.alive -= 1
-
+    before = Ring.alive
     for _ in range(30_000):
         Ring()
-    assert Ring.alive < 15_000
+    assert Ring.alive - before < 15_000
