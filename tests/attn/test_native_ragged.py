@@ -119,6 +119,20 @@ def test_a_token_knows_neither_its_row_nor_the_others(window, threads):
         torch.set_num_threads(wide)
 
 
+def test_more_spans_than_are_kept_at_a_time():
+    """Bit for bit as one thread folds them, where a piece begins, goes on and ends among those of a turn."""
+    case = make_case(spec(n_heads=2, n_kv_heads=1, head_dim=16), [3, 1, 80], [9000, 700, 12_000])
+    wide = torch.get_num_threads()
+    try:
+        made = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            made.append(run(case))
+    finally:
+        torch.set_num_threads(wide)
+    assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
+
+
 ROWS = st.lists(st.tuples(st.sampled_from([0, 1, 5, 33]), st.integers(0, 600)), min_size=1, max_size=5)
 
 

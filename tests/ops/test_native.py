@@ -8,6 +8,7 @@ import errno
 import logging
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,17 @@ def test_clang_takes_every_kernel(name):
     done = subprocess.run(["clang++", *building.FLAGS, "-fsyntax-only", str(building.HEADERS / f"{name}.cpp")],
                           capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@needs_compiler
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux alone")
+def test_memory_that_is_short_is_an_error_and_long_rows_need_none():
+    """Exceptions of C++ end in the call, in whichever thread they arise: in those of attention, in the caller's."""
+    done = subprocess.run([sys.executable, "-m", "tests.ops.native_memory"], capture_output=True, text=True,
+                          timeout=160, check=False)
+    refused = "refused: a native kernel got no memory: leave it more, by a smaller --kv-tokens"
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["long rows done", f"wide heads {refused}", f"products {refused}"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no Linux")

@@ -24,6 +24,7 @@ namespace {
 constexpr int SPAN = 256;   // cells
 constexpr int LINES = 72;   // of a piece of work
 constexpr int WIDE = 4;     // lines that are computed together
+constexpr int SPANS = 16;   // of a thread, whose results wait to be folded
 constexpr float NOTHING = -3.4e38f;
 
 }  // namespace
@@ -215,7 +216,7 @@ void weigh_all(const Cells<T> &values, const Places &places, int64_t skipped, in
 // -------------------------------------------------------------------------------------------------------- a span
 // What lines have found: in one span, or in all up to one.
 struct Found {
-    float *most, *total, *out;  // [LINES], [LINES], [LINES][padded]
+    float *most, *total, *out;  // [lines], [lines], [lines][padded]
 };
 
 // What attending to a span works on: lines of one head after those of another.
@@ -229,12 +230,12 @@ struct Sizes {
     explicit Sizes(const Layer &layer)
         : filled((layer.head_dim + LANES - 1) / LANES * LANES),
           padded((layer.head_dim + 4 * LANES - 1) / (4 * LANES) * (4 * LANES)) {}
-    size_t found() const { return LINES * (padded + 2); }
+    size_t found(int64_t lines) const { return lines * (padded + 2); }
     size_t work() const { return LINES * filled + LINES * SPAN + filled * LANES; }
     Work work_at(float *memory) const {
         return {memory, memory + LINES * filled, memory + LINES * (filled + SPAN)};
     }
-    Found at(float *memory) const { return {memory, memory + LINES, memory + 2 * LINES}; }
+    Found at(float *memory, int64_t lines) const { return {memory, memory + lines, memory + 2 * lines}; }
 };
 
 // Lines of a row: the same of each of some KV heads.
@@ -360,15 +361,23 @@ __attribute__((noinline)) void fold(int64_t lines, int64_t padded, const Found &
 }
 
 // A thread's own memory, which grows to what it is asked for.
-float *scratch(size_t floats) {
-    thread_local std::unique_ptr<float[]> held;
-    thread_local size_t size = 0;
-    if (size < floats) {
-        held.reset(new float[floats]);
-        size = floats;
+class Memory {
+    std::unique_ptr<float[]> held;
+    size_t size = 0;
+
+public:
+    float *of(size_t floats) {
+        if (size < floats) {
+            size = 0;
+            held.reset();
+            held.reset(new float[floats]);
+            size = floats;
+        }
+        return held.get();
     }
-    return held.get();
-}
+};
+
+thread_local Memory scratch, results;
 
 template <class Q>
 void read_queries(const Layer &layer, const Step &step, const Piece &piece, const Q *q, int64_t q_stride,
@@ -427,9 +436,11 @@ template <class Q, class T>
 void attend_piece(const Layer &layer, const Step &step, const Piece &piece, const Q *q, int64_t q_stride,
                   const float *sinks, Q *out) {
     const Sizes sizes(layer);
-    float *memory = scratch(sizes.work() + 2 * sizes.found());
+    const int64_t lines = piece.all(), found = sizes.found(lines);
+    float *memory = scratch.of(sizes.work() + 2 * found);
     const Work work = sizes.work_at(memory);
-    const Found sum = sizes.at(memory + sizes.work()), more = sizes.at(memory + sizes.work() + sizes.found());
+    memory += sizes.work();
+    const Found sum = sizes.at(memory, lines), more = sizes.at(memory + found, lines);
     read_queries(layer, step, piece, q, q_stride, work.queries);
     const int64_t first = piece.from / SPAN, end = (piece.end + SPAN - 1) / SPAN;
     attend_span<T>(layer, step, piece, first, work, sum);
@@ -440,31 +451,54 @@ void attend_piece(const Layer &layer, const Step &step, const Piece &piece, cons
     write_out(layer, step, piece, sum, sizes.padded, sinks, out);
 }
 
-// Each span by itself, then the folds.
+struct Span {
+    int64_t piece, number;
+    bool first;  // of its piece
+};
+
+std::vector<Span> spans_of(const std::vector<Piece> &pieces) {
+    std::vector<Span> spans;
+    for (size_t i = 0; i < pieces.size(); ++i) {
+        const int64_t first = pieces[i].from / SPAN;
+        for (int64_t s = first; s * SPAN < pieces[i].end; ++s) spans.push_back({int64_t(i), s, s == first});
+    }
+    return spans;
+}
+
+// Each span by itself, a piece's first one into what becomes its sum; then the folds. Some spans at a time, so that
+// memory depends on the threads and not on how long the rows are:
+//
+//     results of the calling thread     | sum of each piece, fewer than 4 a thread | SPANS a thread, to be folded |
 template <class Q, class T>
 void attend_spans(const Layer &layer, const Step &step, const std::vector<Piece> &pieces, const Q *q, int64_t q_stride,
                   const float *sinks, Q *out, int threads) {
     const Sizes sizes(layer);
-    std::vector<std::pair<int64_t, int64_t>> spans;  // (piece, span)
-    std::vector<size_t> starts;
-    for (size_t i = 0; i < pieces.size(); ++i) {
-        starts.push_back(spans.size());
-        for (int64_t s = pieces[i].from / SPAN; s * SPAN < pieces[i].end; ++s) spans.emplace_back(i, s);
+    const std::vector<Span> spans = spans_of(pieces);
+    int64_t lines = 0;
+    for (const Piece &piece : pieces) lines = std::max(lines, piece.all());
+    const int64_t all = int64_t(spans.size()), count = int64_t(pieces.size()), found = sizes.found(lines);
+    const int64_t some = std::min<int64_t>(all, SPANS * threads);
+    float *sums = results.of((count + some) * found), *more = sums + count * found;
+    for (int64_t from = 0; from < all; from += some) {
+        auto result = [&](int64_t i) {
+            return sizes.at(spans[i].first ? sums + spans[i].piece * found : more + (i - from) * found,
+                            pieces[spans[i].piece].all());
+        };
+        const int64_t end = std::min(from + some, all);
+        for_each(end - from, threads, [&](int64_t i) {
+            const Piece &piece = pieces[spans[from + i].piece];
+            const Work work = sizes.work_at(scratch.of(sizes.work()));
+            read_queries(layer, step, piece, q, q_stride, work.queries);
+            attend_span<T>(layer, step, piece, spans[from + i].number, work, result(from + i));
+        });
+        for (int64_t i = from; i < end; ++i) {
+            const Piece &piece = pieces[spans[i].piece];
+            if (spans[i].first) continue;
+            fold(piece.all(), sizes.padded, sizes.at(sums + spans[i].piece * found, piece.all()), result(i));
+        }
     }
-    starts.push_back(spans.size());
-    std::unique_ptr<float[]> all(new float[spans.size() * sizes.found()]);
-    for_each(int64_t(spans.size()), threads, [&](int64_t i) {
-        const Piece &piece = pieces[spans[i].first];
-        const Work work = sizes.work_at(scratch(sizes.work() + 2 * sizes.found()));
-        read_queries(layer, step, piece, q, q_stride, work.queries);
-        attend_span<T>(layer, step, piece, spans[i].second, work, sizes.at(&all[i * sizes.found()]));
-    });
-    for (size_t i = 0; i < pieces.size(); ++i) {
-        const Found sum = sizes.at(&all[starts[i] * sizes.found()]);
-        for (size_t s = starts[i] + 1; s < starts[i + 1]; ++s)
-            fold(pieces[i].all(), sizes.padded, sum, sizes.at(&all[s * sizes.found()]));
-        write_out(layer, step, pieces[i], sum, sizes.padded, sinks, out);
-    }
+    for (int64_t i = 0; i < count; ++i)
+        write_out(layer, step, pieces[i], sizes.at(sums + i * found, pieces[i].all()), sizes.padded, sinks, out);
 }
 
 template <class Q, class T>
@@ -498,18 +532,20 @@ void attend_cells(const Layer &layer, const Step &step, const void *q, int64_t q
 
 // q [T, H, D], whose tokens lie `q_stride` apart -> out [T, H, D] without gaps, zeros for tokens of no row; float32, or
 // with `half` bfloat16. sinks [H] or null.
-EXPORT void attend_rows(const Layer *layer, const Step *step, const void *q, int64_t q_stride, const float *sinks,
-                        void *out, int half, int threads) {
-    if (half)
-        attend_cells<bfloat16>(*layer, *step, q, q_stride, sinks, out, threads);
-    else
-        attend_cells<float>(*layer, *step, q, q_stride, sinks, out, threads);
+EXPORT int attend_rows(const Layer *layer, const Step *step, const void *q, int64_t q_stride, const float *sinks,
+                       void *out, int half, int threads) {
+    return code_of([&] {
+        if (half)
+            attend_cells<bfloat16>(*layer, *step, q, q_stride, sinks, out, threads);
+        else
+            attend_cells<float>(*layer, *step, q, q_stride, sinks, out, threads);
+    });
 }
 
 // The same of heads as they were projected, x [T, H + 2 Hkv, D]: q is normed and rotated in place, keys and values are
 // written, then attended to.
-EXPORT void attend_projected(const Layer *layer, const Step *step, const Heads *heads, void *x, int64_t x_stride,
-                             const float *sinks, void *out, int half, int threads) {
+EXPORT int attend_projected(const Layer *layer, const Step *step, const Heads *heads, void *x, int64_t x_stride,
+                            const float *sinks, void *out, int half, int threads) {
     rotate(*heads, step->tokens, x, x_stride, x, x_stride, half, threads);
-    attend_rows(layer, step, x, x_stride, sinks, out, half, threads);
+    return attend_rows(layer, step, x, x_stride, sinks, out, half, threads);
 }

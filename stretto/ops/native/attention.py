@@ -11,7 +11,7 @@ import torch
 
 from stretto.ops.fp8 import KVScales
 from stretto.ops.native.layer import ADDRESS, CELLS, FLAG, SIZE, Heads
-from stretto.ops.native.library import function
+from stretto.ops.native.library import allocating
 from stretto.ragged import RaggedStep
 
 NAME = "attention"
@@ -83,10 +83,10 @@ def layer_of(n_heads: int, scale: float, window: int | None, softcap: float | No
 
 
 @functools.cache
-def _attend_rows() -> Callable[..., None]:
-    return function(NAME, "attend_rows", ADDRESS, ADDRESS, ADDRESS, SIZE, ADDRESS, ADDRESS, FLAG, FLAG)
+def _attend_rows() -> Callable[..., int]:
+    return allocating(NAME, "attend_rows", ADDRESS, ADDRESS, ADDRESS, SIZE, ADDRESS, ADDRESS, FLAG, FLAG)
 
 
 @functools.cache
-def _attend_projected() -> Callable[..., None]:
-    return function(NAME, "attend_projected", ADDRESS, ADDRESS, ADDRESS, ADDRESS, SIZE, ADDRESS, ADDRESS, FLAG, FLAG)
+def _attend_projected() -> Callable[..., int]:
+    return allocating(NAME, "attend_projected", ADDRESS, ADDRESS, ADDRESS, ADDRESS, SIZE, ADDRESS, ADDRESS, FLAG, FLAG)

@@ -95,8 +95,9 @@ EXPORT void gate(const void *x, int64_t stride, int64_t rows, int64_t size, int 
 }
 
 // As in packed.py: rows by a matrix; `half` counts 1 for bfloat16 inputs and 2 for bfloat16 outputs.
-using Multiply = void (*)(const void *matrix, const void *x, int64_t x_stride, int64_t rows, void *out,
-                          int64_t out_stride, const void *bias, int half, int add, int threads);
+// Returns `code_of`.
+using Multiply = int (*)(const void *matrix, const void *x, int64_t x_stride, int64_t rows, void *out,
+                         int64_t out_stride, const void *bias, int half, int add, int threads);
 
 struct Norm {
     const void *weight;
@@ -108,6 +109,11 @@ struct Product {
     Multiply multiply;
     const void *matrix, *bias;
     int64_t outputs;
+
+    void operator()(const void *x, int64_t x_stride, int64_t rows, void *out, int64_t out_stride, int half, int add,
+                    int threads) const {
+        if (multiply(matrix, x, x_stride, rows, out, out_stride, bias, half, add, threads)) throw std::bad_alloc();
+    }
 };
 
 namespace {
@@ -117,6 +123,8 @@ void *between(size_t bytes) {
     thread_local std::unique_ptr<Floats[]> held;
     thread_local size_t size = 0;
     if (size < bytes) {
+        size = 0;
+        held.reset();
         held.reset(new Floats[bytes / sizeof(Floats) + 1]);
         size = bytes;
     }
@@ -130,27 +138,31 @@ void norm_and_multiply(const Norm &by, const Product &product, const void *x, in
     const int64_t number = half ? 2 : 4, both = half ? 3 : 0;
     norm(x, stride, rows, size, by.weight, by.eps, free, half, by.wide, threads);
     void *made = act < 0 ? out : free + rows * size * number;
-    product.multiply(product.matrix, free, size, rows, made, product.outputs, product.bias, int(both), 0, threads);
+    product(free, size, rows, made, product.outputs, int(both), 0, threads);
     if (act >= 0) gate(made, product.outputs, rows, product.outputs / 2, act, out, half, threads);
 }
 
 }  // namespace
 
 // x [rows, size] -> out [rows, outputs], or with a gate [rows, outputs / 2].
-EXPORT void normed_product(const Norm *by, const Product *product, const void *x, int64_t stride, int64_t rows,
-                           int64_t size, int act, void *out, int half, int threads) {
-    auto *free = static_cast<char *>(between(size_t(rows * (size + product->outputs)) * (half ? 2 : 4)));
-    norm_and_multiply(*by, *product, x, stride, rows, size, act, out, free, half, threads);
+EXPORT int normed_product(const Norm *by, const Product *product, const void *x, int64_t stride, int64_t rows,
+                          int64_t size, int act, void *out, int half, int threads) {
+    return code_of([&] {
+        auto *free = static_cast<char *>(between(size_t(rows * (size + product->outputs)) * (half ? 2 : 4)));
+        norm_and_multiply(*by, *product, x, stride, rows, size, act, out, free, half, threads);
+    });
 }
 
 // residual [rows, size] += what an MLP makes of it, normed.
-EXPORT void add_mlp(const Norm *by, const Product *gate_up, int act, const Product *down, void *residual,
-                    int64_t stride, int64_t rows, int64_t size, int half, int threads) {
-    const int64_t number = half ? 2 : 4, inner = gate_up->outputs / 2;
-    auto *made = static_cast<char *>(between(size_t(rows * (size + 3 * inner)) * number));
-    norm_and_multiply(*by, *gate_up, residual, stride, rows, size, act, made, made + rows * inner * number, half,
-                      threads);
-    down->multiply(down->matrix, made, inner, rows, residual, stride, down->bias, half ? 3 : 0, 1, threads);
+EXPORT int add_mlp(const Norm *by, const Product *gate_up, int act, const Product *down, void *residual,
+                   int64_t stride, int64_t rows, int64_t size, int half, int threads) {
+    return code_of([&] {
+        const int64_t number = half ? 2 : 4, inner = gate_up->outputs / 2;
+        auto *made = static_cast<char *>(between(size_t(rows * (size + 3 * inner)) * number));
+        norm_and_multiply(*by, *gate_up, residual, stride, rows, size, act, made, made + rows * inner * number, half,
+                          threads);
+        (*down)(made, inner, rows, residual, stride, half ? 3 : 0, 1, threads);
+    });
 }
 
 EXPORT void rotate_heads(const Heads *heads, int64_t tokens, const void *x, int64_t x_stride, void *out,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stretto.ops.fp8 import KV_FP8, KVScales
-from stretto.ops.native.library import function, library
+from stretto.ops.native.library import allocating, function, library
 
 if TYPE_CHECKING:
     from stretto.ops.layer import HeadWeights, Rope
@@ -154,13 +154,13 @@ def _gate() -> Callable[..., None]:
 
 
 @functools.cache
-def _normed() -> Callable[..., None]:
-    return function(NAME, "normed_product", ADDRESS, ADDRESS, ADDRESS, SIZE, SIZE, SIZE, FLAG, ADDRESS, FLAG, FLAG)
+def _normed() -> Callable[..., int]:
+    return allocating(NAME, "normed_product", ADDRESS, ADDRESS, ADDRESS, SIZE, SIZE, SIZE, FLAG, ADDRESS, FLAG, FLAG)
 
 
 @functools.cache
-def _add_mlp() -> Callable[..., None]:
-    return function(NAME, "add_mlp", ADDRESS, ADDRESS, FLAG, ADDRESS, ADDRESS, SIZE, SIZE, SIZE, FLAG, FLAG)
+def _add_mlp() -> Callable[..., int]:
+    return allocating(NAME, "add_mlp", ADDRESS, ADDRESS, FLAG, ADDRESS, ADDRESS, SIZE, SIZE, SIZE, FLAG, FLAG)
 
 
 @functools.cache

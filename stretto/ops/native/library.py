@@ -59,6 +59,21 @@ def function(name: str, symbol: str, *arguments: type) -> Callable[..., None]:
     return ctypes.CFUNCTYPE(None, *arguments)((symbol, found))
 
 
+def allocating(name: str, symbol: str, *arguments: type) -> Callable[..., int]:
+    """A function that returns `code_of` (threads.h): raises MemoryError where memory is short."""
+    found = library(name)
+    assert found is not None, trouble(name)
+    made = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)((symbol, found))
+    made.errcheck = _checked  # type: ignore[assignment]
+    return made
+
+
+def _checked(code: int, made: object, arguments: object) -> int:
+    if code:
+        raise MemoryError("a native kernel got no memory: leave it more, by a smaller --kv-tokens")
+    return code
+
+
 @functools.cache
 def _attempt(source: Path) -> ctypes.CDLL | str:
     """Tried once: a compiler that has failed is not asked again."""

@@ -332,8 +332,8 @@ void multiply(const Matrix &m, const In *x, int64_t stride, int64_t rows, const 
 
 // x [rows, inputs] -> out [rows, outputs], `add`: onto what is there. Strides in elements; `half`: bit 0: x, bit 1: out
 // and bias are bfloat16, else float32. bias: null for none.
-EXPORT void multiply_rows(const Matrix *m, const void *x, int64_t x_stride, int64_t rows, void *out, int64_t out_stride,
-                          const void *bias, int half, int add, int threads) {
+EXPORT int multiply_rows(const Matrix *m, const void *x, int64_t x_stride, int64_t rows, void *out, int64_t out_stride,
+                         const void *bias, int half, int add, int threads) {
     auto run = [&](auto form, auto *from, auto *to) {
         using T = std::remove_pointer_t<decltype(to)>;
         for (int64_t row = 0; row < rows; row += AT_ONCE) {
@@ -346,8 +346,10 @@ EXPORT void multiply_rows(const Matrix *m, const void *x, int64_t x_stride, int6
         if (half & 1) run(Input{}, static_cast<const uint16_t *>(x), to);
         else run(0.0f, static_cast<const float *>(x), to);
     };
-    if (half & 2) from(static_cast<uint16_t *>(out));
-    else from(static_cast<float *>(out));
+    return stretto::code_of([&] {
+        if (half & 2) from(static_cast<uint16_t *>(out));
+        else from(static_cast<float *>(out));
+    });
 }
 
 // codes as `ops.packed.Packed` has them, scales and offsets [outputs, groups] in the matrix's type, offsets null for

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from stretto.ops.native.layer import Product
-from stretto.ops.native.library import function, library
+from stretto.ops.native.library import allocating, function, library
 from stretto.ops.packed import BLOCK, Layout, Packed
 
 OUTPUTS = 16  # come in multiples of this
@@ -112,5 +112,5 @@ def _arrange() -> Callable[..., None]:
 
 
 @functools.cache
-def _multiply() -> Callable[..., None]:
-    return function(NAME, "multiply_rows", *MULTIPLY)
+def _multiply() -> Callable[..., int]:
+    return allocating(NAME, "multiply_rows", *MULTIPLY)

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <new>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -16,7 +17,7 @@ using Body = void (*)(void *);
 inline void (*gomp_parallel)(Body, void *, unsigned threads, unsigned flags) = nullptr;
 
 // Calls work(i) for i in [0, count), in any order, on up to `threads` threads; returns when all have been done. Who does
-// which is decided while they run, so results may not depend on it.
+// which is decided while they run, so results may not depend on it. Where one throws, so does this: std::bad_alloc.
 template <class Work>
 void for_each(int64_t count, int threads, const Work &work) {
     if (threads <= 1 || count <= 1 || gomp_parallel == nullptr) {
@@ -27,12 +28,29 @@ void for_each(int64_t count, int threads, const Work &work) {
         const Work *work;
         std::atomic<int64_t> next;
         int64_t count;
-    } shared{&work, {0}, count};
+        std::atomic<bool> failed;
+    } shared{&work, {0}, count, {false}};
     Body body = [](void *data) {
         auto *all = static_cast<Shared *>(data);
-        for (int64_t i; (i = all->next.fetch_add(1, std::memory_order_relaxed)) < all->count;) (*all->work)(i);
+        try {
+            for (int64_t i; (i = all->next.fetch_add(1, std::memory_order_relaxed)) < all->count;) (*all->work)(i);
+        } catch (...) {  // the runtime that calls this knows no exceptions
+            all->failed = true;
+        }
     };
     gomp_parallel(body, &shared, static_cast<unsigned>(threads < count ? threads : count), 0);
+    if (shared.failed) throw std::bad_alloc();
+}
+
+// For a function that allocates and is called from Python, which exceptions may not reach: 0, or 1 where memory is short.
+template <class Work>
+int code_of(const Work &work) {
+    try {
+        work();
+        return 0;
+    } catch (...) {
+        return 1;
+    }
 }
 
 }  // namespace stretto
