@@ -10,6 +10,7 @@ Greedy is temperature 0: the lowest id among equal maxima.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from numbers import Integral, Real
 from typing import Any
@@ -41,6 +42,7 @@ _TYPES = {**dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"
           **dict.fromkeys(("top_k", "min_tokens", "n"), _INTEGER),
           **dict.fromkeys(("max_tokens", "seed", "logprobs", "prompt_logprobs", "speculation"), _MAYBE),
           **dict.fromkeys(("ignore_eos", "include_stop", "skip_special_tokens"), _SWITCH)}
+_JSON_KINDS = ("json_schema", "choice", "structural_tag", "llguidance")  # of grammars
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_processors")
 
 
@@ -64,6 +66,18 @@ class Grammar(msgspec.Struct, frozen=True):
     source: str  # JSON text of json_schema, choice, structural_tag and llguidance; else the grammar's own text
     whitespace: bool = True  # json_schema: white space between the parts of the JSON text is free
     around: str = ""  # Lark rules; their `start` says where the grammar itself, `@answer`, stands in the answer
+
+    def __post_init__(self) -> None:
+        """A source that is JSON may be given as what the text says. Raises ParameterError."""
+        if type(self.source) is not str and self.kind in _JSON_KINDS and isinstance(self.source, (dict, list, tuple)):
+            try:
+                msgspec.structs.force_setattr(self, "source", json.dumps(self.source, ensure_ascii=False))
+            except (TypeError, ValueError, RecursionError) as e:
+                raise ParameterError("grammar", f"the source of grammar {self.kind} is no JSON: {e}") from None
+        for name in ("kind", "source", "around"):
+            if not isinstance(value := getattr(self, name), str):
+                error = _wrong_type("grammar", value, "text")
+                raise ParameterError("grammar", f"{name} of {error}")
 
 
 class ProcessorUse(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -155,14 +169,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             value = getattr(self, name)
             if type(value) is tuple:
                 continue
+            if value == [] and name == "allowed_token_ids":  # () is the default, and who says [] means something
+                raise ParameterError(name, "allowed_token_ids is empty, which leaves nothing to generate; leave it out"
+                                           " to allow all tokens")
             if not isinstance(value, (tuple, list, type(None), str if name == "stop" else tuple)):
                 raise _wrong_type(name, value, "a tuple")
             msgspec.structs.force_setattr(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
         if not isinstance(self.logit_bias, dict):
             raise _wrong_type("logit_bias", self.logit_bias, "a dict of token ids and biases")
+        if not isinstance(self.grammar, (Grammar, type(None))):
+            raise _wrong_type("grammar", self.grammar, "a Grammar, such as Grammar('regex', '[0-9]+')")
         self._check_items()
 
     def _check_items(self) -> None:
+        for use in self.logit_processors:
+            if not isinstance(use, ProcessorUse):
+                raise _wrong_type("logit_processors", use, "a ProcessorUse", "holds")
         for text in self.stop:
             if not isinstance(text, str):
                 raise _wrong_type("stop", text, "text", "holds")

@@ -25,6 +25,8 @@ from stretto.engine.llm import (
     Message,
     Prompt,
     chat_tokens,
+    check_call,
+    check_embedding,
     prompt_tokens,
     score_texts,
 )
@@ -69,6 +71,7 @@ class AsyncLLM:
                  adapter: str | None = None) -> AsyncIterator[Output]:
         """Outputs of every choice as they come. Closing the iterator aborts the request. `session`: whose turn it is.
         Raises RequestError."""
+        check_call(sampling_params, session, adapter)
         tokens = prompt_tokens(self.tokenizer, prompt)
         return self.engine.generate(Request(rid=request_id or uuid.uuid4().hex, tokens=tokens,
                                             sampling=sampling_params or SamplingParams(), arrival=time.monotonic(),
@@ -86,6 +89,7 @@ class AsyncLLM:
     async def embed(self, texts: Sequence[Prompt], *, pooling: Literal["last", "mean"] | None = None,
                     dimensions: int | None = None) -> np.ndarray:
         """As `LLM.embed`, of a list."""
+        check_embedding(self.info, pooling, dimensions)
         return unit_vectors(await asyncio.gather(*(self._vector(text, pooling) for text in texts)), dimensions)
 
     async def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str]) -> np.ndarray:

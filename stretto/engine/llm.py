@@ -101,9 +101,21 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     return [int(token) for token in prompt]
 
 
+def check_call(sampling: object, session: object, adapter: object) -> None:
+    """Raises TypeError for what stands where these do and is none."""
+    for name, value, kind, word in (("sampling_params", sampling, SamplingParams, "SamplingParams"),
+                                    ("session", session, SessionTurn, "a SessionTurn"),
+                                    ("adapter", adapter, str, "the name of an adapter")):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} is {str(value)[:64]!r} ({type(value).__name__}); it must be {word}, or None")
+
+
 def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None,
                 add_generation_prompt: bool, continue_final_message: bool, more: Mapping[str, Any] | None) -> list[int]:
-    """A conversation's token ids. Raises ValueError for what the template cannot do."""
+    """A conversation's token ids. Raises ValueError for what the template cannot do, TypeError for no conversation."""
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+        raise TypeError(f"a conversation is a list of messages, each a mapping with role and content, not"
+                        f" {str(messages)[:64]!r} ({type(messages).__name__})")
     if continue_final_message and add_generation_prompt:
         raise ValueError("continue_final_message goes with add_generation_prompt=False: the answer goes on where the"
                          " last message ends")
@@ -112,8 +124,21 @@ def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequen
                             add_special_tokens=False)
 
 
+def check_embedding(info: EngineInfo, pooling: str | None, dimensions: int | None) -> None:
+    """Raises RequestError."""
+    if pooling not in (None, "last", "mean"):
+        raise RequestError(f"pooling is {pooling!r}; it must be 'last', 'mean' or None", param="pooling")
+    if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= info.hidden_size):
+        raise RequestError(f"dimensions is {dimensions!r}; it must be a whole number of 1..{info.hidden_size}, the size"
+                           " of this model's embeddings", param="dimensions")
+
+
 def score_texts(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> tuple[list[str], list[str]]:
     """Both as lists. Raises ValueError for several texts that are no pairs."""
+    for name, text in (("text_1", text_1), ("text_2", text_2)):
+        if not isinstance(text, Sequence) or not all(isinstance(one, str) for one in text):
+            raise TypeError(f"{name} is {str(text)[:64]!r} ({type(text).__name__}); it must be a text or a list of"
+                            " texts")
     left, right = ([text] if isinstance(text, str) else list(text) for text in (text_1, text_2))
     if len(left) not in (1, len(right)):
         raise ValueError(f"text_1 has {len(left)} texts and text_2 has {len(right)}; give one, or as many")
@@ -199,7 +224,7 @@ class LLM:
         are text as the model writes it. `continue_final_message`: the answer goes on where the last message ends; then
         `add_generation_prompt` must be False. `chat_template_kwargs`: further variables of the template. `options`:
         those of `generate`."""
-        several = bool(messages) and not isinstance(messages[0], Mapping)
+        several = isinstance(messages, (list, tuple)) and bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
         prompts = [chat_tokens(self.tokenizer, one, tools, add_generation_prompt, continue_final_message,
                                chat_template_kwargs) for one in conversations]
@@ -216,6 +241,7 @@ class LLM:
         """A vector of length 1 for each text, [N, hidden_size] float32: the hidden state of its last token, or the mean
         over all of them, as the checkpoint wants it where nothing is said. `dimensions`: only so many of the first
         numbers. Raises RequestError."""
+        check_embedding(self.info, pooling, dimensions)
         tokens = [self._tokens(text) for text in self._listed(texts)]
         requests = [msgspec.structs.replace(request, pooling=pooling or self.info.pooling, want_text=False)
                     for request in self._requests(tokens, SamplingParams(max_tokens=0))]
@@ -259,21 +285,26 @@ class LLM:
                   sampling: SamplingParams | Sequence[SamplingParams] | None,
                   session: SessionTurn | Sequence[SessionTurn | None] | None = None,
                   adapter: str | Sequence[str | None] | None = None) -> list[Request]:
-        each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
+        given = list(sampling) if isinstance(sampling, (list, tuple)) else [sampling] * len(prompts)
+        each: list[Any] = [SamplingParams() if params is None else params for params in given]
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(each)} sampling parameters: give one, or one for each")
+        for params in each:
+            check_call(params, None, None)
         for grammar in dict.fromkeys(params.grammar for params in each if params.grammar is not None):
             try:
                 check_grammar(grammar)
             except GrammarError as e:
                 raise RequestError(str(e), param="grammar", code="invalid_grammar") from e
-        turns = list(session) if isinstance(session, Sequence) else [session] + [None] * (len(prompts) - 1)
-        turns = turns if prompts else []
-        if len(turns) != len(prompts) or (session is not None and not isinstance(session, Sequence) and len(turns) > 1):
+        several = isinstance(session, (list, tuple))
+        turns: list[Any] = list(session) if several else ([session] + [None] * len(prompts))[: len(prompts)]  # type: ignore[arg-type]
+        if len(turns) != len(prompts) or (session is not None and not several and len(turns) > 1):
             raise ValueError(f"{len(prompts)} prompts and {len(turns)} turns of sessions: give one for each prompt")
         named = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
         if len(named) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(named)} adapters: give one, or one for each")
+        for turn, name in zip(turns, named, strict=True):
+            check_call(None, turn, name)
         return [Request(rid=f"llm-{next(self._serial)}", tokens=tokens, sampling=params, arrival=time.monotonic(),
                         session=turn, adapter=name)
                 for tokens, params, turn, name in zip(prompts, each, turns, named, strict=True)]

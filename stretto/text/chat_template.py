@@ -204,8 +204,9 @@ class ChatTemplate:
         template = self._compiled.get(name)
         if template is None:
             others = f"; it has one for {', '.join(self._compiled)}" if self._compiled else ""
-            raise NoChatTemplate("this model has no chat template: use plain completions, or give the server a template"
-                                 f" (--chat-template){others}")
+            raise NoChatTemplate("this model has no chat template: have it complete plain text (/v1/completions,"
+                                 " `stretto run --raw`, LLM.generate), or give it a template (--chat-template,"
+                                 f" LLM(chat_template=...)){others}")
         chat = [_plain_message(i, m) for i, m in enumerate(messages)]
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError("continue_final_message and add_generation_prompt exclude each other")

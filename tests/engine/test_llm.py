@@ -8,6 +8,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -348,6 +349,44 @@ def test_parameters_are_kept_in_one_form() -> None:
     assert msgpack.decode(msgpack.encode(params), type=SamplingParams) == params
 
 
+def test_grammars_of_python() -> None:
+    schema = {"type": "object", "properties": {"ä": {"type": "integer"}}}
+    assert json.loads(Grammar("json_schema", schema).source) == schema  # type: ignore[arg-type]
+    assert Grammar("choice", ["a", "b"]) == Grammar("choice", '["a", "b"]')  # type: ignore[arg-type]
+    for kind, source in (("regex", 5), ("regex", {"a": 1}), ("json_schema", 5), ("json_schema", {"a": object()}),
+                         (3, "a")):
+        with pytest.raises(ParameterError) as told:
+            Grammar(kind, source)  # type: ignore[arg-type]
+        assert told.value.param == "grammar"
+
+
+@pytest.mark.parametrize("fields", [{"allowed_token_ids": []}, {"grammar": "x"}, {"logit_processors": ["x"]}], ids=str)
+def test_parameters_that_mean_nothing_are_refused_by_name(fields: dict) -> None:
+    with pytest.raises(ParameterError) as told:
+        SamplingParams(**fields)
+    assert told.value.param == next(iter(fields)) and told.value.param in str(told.value)
+
+
+def test_calls_with_something_else_name_it(llm: LLM) -> None:
+    turn: Any = "x"
+    for name, call in (("sampling_params", lambda: llm.generate(["a"], turn)),
+                       ("sampling_params", lambda: llm.generate(["a"], [turn])),
+                       ("sampling_params", lambda: list(llm.stream("a", {"n": 1}))),  # type: ignore[arg-type]
+                       ("session", lambda: llm.generate(["a"], session=turn)),
+                       ("adapter", lambda: llm.generate(["a"], adapter=[5])),  # type: ignore[list-item]
+                       ("text_1", lambda: llm.score(None, "a")), ("text_2", lambda: llm.score("a", [5])),  # type: ignore
+                       ("conversation", lambda: llm.chat(5)), ("conversation", lambda: llm.chat("hi"))):  # type: ignore
+        with pytest.raises(TypeError, match=name):
+            call()
+    size = llm.info.hidden_size
+    for name, fields in (("pooling", {"pooling": "q"}), *(("dimensions", {"dimensions": n}) for n in
+                                                          (0, -1, size + 1, 2.5, True))):
+        with pytest.raises(RequestError) as told:
+            llm.embed(["a"], **fields)
+        assert told.value.param == name and name in str(told.value)
+    assert llm.embed(["a"], dimensions=size).shape == (1, size)
+
+
 def test_options_are_read_as_flags_are() -> None:
     config = make_config("m", {"max_model_len": "1K", "kv_host_bytes": "2MiB", "chunk_size": 64})
     assert config.model.max_model_len == 1024 and config.kv.kv_host_bytes == 2 << 20
@@ -375,8 +414,8 @@ def test_options_have_the_type_of_their_setting(name: str, value: object, kept: 
     ("deterministic", "x", "True or False"), ("overlap", 2, "True or False"), ("max_num_seqs", 2.5, "a whole number"),
     ("max_num_seqs", True, "a whole number"), ("speculation", None, "text; leave it out for 'off'"),
     ("speculation", {"method": "ngram"}, "text"), ("speculation", True, "text"),
-    ("dtype", "int8", "'auto' or 'float32'"), ("speculation_tokens", "x", "a whole number or 'auto'"), ("kv_memory", 2.5, "a whole number"),
-    ("lora_modules", 5, "a list of texts"), ("seed", "null", "a whole number")])
+    ("dtype", "int8", "'auto' or 'float32'"), ("speculation_tokens", "x", "a whole number or 'auto'"),
+    ("kv_memory", 2.5, "a whole number"), ("lora_modules", 5, "a list of texts"), ("seed", "null", "a whole number")])
 def test_options_of_a_wrong_type_are_refused(name: str, value: object, words: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} is {re.escape(repr(value))}; it must be .*{words}"):
         make_config("m", {name: value})

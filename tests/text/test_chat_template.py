@@ -119,7 +119,7 @@ def test_case_18_05_template_errors_keep_their_text(source, message):
 
 
 def test_no_template():
-    with pytest.raises(ChatTemplateError, match="no chat template: use plain completions"):
+    with pytest.raises(ChatTemplateError, match="no chat template: have it complete plain text"):
         ChatTemplate({}, {}).render(CHAT)
     with pytest.raises(ChatTemplateError, match="it has one for rag"):
         ChatTemplate({"rag": "x"}, {}).render(CHAT)
