@@ -13,6 +13,7 @@ import uuid
 from typing import Any
 
 from stretto.serve.errors import ApiError
+from stretto.serve.response_input import is_whole
 from stretto.serve.schemas import ResponsesRequest
 from stretto.serve.streaming import named_event
 
@@ -84,12 +85,12 @@ class ResponseBuilder:
         return self._state("failed")
 
     def message(self) -> dict[str, Any]:
-        """The answer as a chat message, for whoever goes on from it."""
+        """The answer as a chat message, for whoever goes on from it: without a call that the limit has cut."""
         texts, calls = [], []
         for item in self.response["output"]:
             if item["type"] == "message":
                 texts.append(item["content"][0]["text"])
-            elif item["type"] == "function_call":
+            elif item["type"] == "function_call" and is_whole(item["arguments"]):
                 calls.append({"id": item["call_id"], "type": "function",
                               "function": {"name": item["name"], "arguments": item["arguments"]}})
         content = "".join(texts)

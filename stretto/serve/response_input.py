@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from typing import Any
 
@@ -51,6 +52,11 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> No
     elif kind == _CALL:
         if any(not isinstance(item.get(name), str) for name in ("call_id", "name", "arguments")):
             raise bad_request(f"{place} needs call_id, name and arguments, all of them strings", place)
+        if not is_whole(item["arguments"]):
+            if item.get("status") == "incomplete":
+                return
+            raise bad_request(f"{place}.arguments is not JSON; an answer's limit may have cut it: leave the call out",
+                              f"{place}.arguments")
         call = {"id": item["call_id"], "type": "function",
                 "function": {"name": item["name"], "arguments": item["arguments"]}}
         if messages and messages[-1]["role"] == "assistant":
@@ -66,6 +72,15 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> No
     elif kind != "reasoning":  # what was thought before earlier answers is not part of the conversation
         raise bad_request(f"{place} has the type {str(kind)[:64]!r}; message, reasoning, {_CALL} and {_CALL_OUTPUT} are"
                           " understood", f"{place}.type", "unsupported_content")
+
+
+def is_whole(arguments: str) -> bool:
+    """Of a call: whether all of its JSON is there. One that was cut was never made, and no template can print it."""
+    try:
+        json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _content(content: Any, place: str) -> Any:

@@ -107,6 +107,25 @@ async def test_length_and_extensions(api: Api):
     assert odd.status_code == 200 and odd.headers["x-stretto-ignored"] == "nonsense"
 
 
+@pytest.mark.parametrize("store", [True, False])
+async def test_one_can_go_on_from_a_call_that_was_cut(store: bool):
+    call = '<tool_call>{"name": "f", "arguments": {"x": 12345678}}</tool_call>'
+    tools = [{"type": "function", "name": "f", "parameters": {}}]
+    async with make_api(tokenizer=CallingTokenizer()) as api:
+        first = (await respond(api, f"say:{call}", tools=tools, max_output_tokens=len(call) - 20)).json()
+        (cut,) = first["output"]
+        assert (cut["type"], cut["status"], first["status"]) == ("function_call", "incomplete", "incomplete")
+        with pytest.raises(ValueError):
+            json.loads(cut["arguments"])
+        result = {"type": "function_call_output", "call_id": cut["call_id"], "output": "say:more"}
+        history = {"previous_response_id": first["id"], "input": [result]} if store else {
+            "store": False, "input": [{"role": "user", "content": "hello"}, cut, result]}
+        second = await respond(api, **history, tools=tools, max_output_tokens=20)
+        assert second.status_code == 200, second.text
+        wrong = await respond(api, [{"role": "user", "content": "hello"}, {**cut, "status": "completed"}], tools=tools)
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "input[1].arguments"
+
+
 @pytest.mark.parametrize("fields, param", [
     ({"input": []}, "input"), ({"input": 5}, "input"), ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"), ({"conversation": "c"}, "conversation"), ({"include": ["x"]}, "include"),
