@@ -18,6 +18,7 @@ from stretto.serve.service import Service
 
 BodyT = TypeVar("BodyT", bound=Body)
 MAX_NESTING = 200  # lists and objects within each other; what is parsed here must be written again, on any thread
+PATIENCES = 20  # a body may take so many times the time in which some of it must come
 LARGE = 64 * 1024  # bodies from this size on are parsed off the event loop
 _JSON_WORDS = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false",
                type(None): "null"}
@@ -43,23 +44,25 @@ def _check_plain(request: Request) -> None:
 
 
 def _stalled(patience: float) -> ApiError:
-    return ApiError(408, f"nothing of the request body has come for {patience:g} s, and it is not whole: send it again,"
-                    " with a Content-Length that is its length", code="body_timeout",
-                    headers={"Connection": "close"})  # what comes yet would be taken for another request
+    return ApiError(408, f"the request body is not whole, and none of it has come for {patience:g} s, or it has taken"
+                    f" {PATIENCES * patience:g} s: send it again, with a Content-Length that is its length",
+                    code="body_timeout", headers={"Connection": "close"})  # the rest is no other request
 
 
 async def read(request: Request, limit: int, patience: float) -> bytes:
     """The whole body. Raises ApiError 413 as soon as it is known to be larger than `limit` bytes, 415 for one that is
-    compressed, 408 when none of it has come for `patience` seconds, ClientDisconnect where its client leaves."""
+    compressed, 408 when none of it has come for `patience` seconds or it takes PATIENCES times as long,
+    ClientDisconnect where its client leaves."""
     _check_plain(request)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise _too_large(limit)
     parts, size, now = [], 0, asyncio.get_running_loop().time
+    latest = now() + PATIENCES * patience
     try:
         async with asyncio.timeout(patience) as silence:
             async for part in request.stream():
-                silence.reschedule(now() + patience)
+                silence.reschedule(min(now() + patience, latest))
                 size += len(part)
                 if size > limit:
                     raise _too_large(limit)

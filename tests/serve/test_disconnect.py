@@ -104,6 +104,21 @@ async def test_a_slow_body_that_goes_on_is_read():
         assert told.startswith("HTTP/1.1 200 ") and '"text":"slow"' in told
 
 
+async def test_a_body_that_drips_for_ever_is_given_up():
+    async with make_served(body_timeout=0.1) as api:
+        host, port = api.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n")
+        told = asyncio.create_task(reader.readline())
+        async with asyncio.timeout(20):
+            while not told.done():
+                writer.write(b" ")
+                await asyncio.sleep(0.02)
+        writer.close()
+        assert b" 408 " in told.result()
+        await api.alive()
+
+
 async def answered(api: Api, status: int) -> bool:
     return api.service.metrics.responses["/v1/completions", status] == 1
 
