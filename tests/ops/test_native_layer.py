@@ -117,13 +117,16 @@ def test_what_the_kernels_do_not_take_goes_to_torch(monkeypatch):
         close(made, call(x), torch.float32)
 
 
-@pytest.mark.skipif(library.library(packed.NAME) is None, reason="no C++ compiler")
+needs_products = pytest.mark.skipif(library.library(packed.NAME) is None, reason="no C++ compiler")
+
+
+@needs_products
 @TYPES
 @pytest.mark.parametrize("rows", [0, 1, 5, 70])
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_and_what_stands_around_them_in_one_call(rows, dtype, biased):
     """Bit for bit what the calls one after another make, for few rows and for more than are joined."""
-    first, second = (matrix(*shape, dtype, biased) for shape in ((2 * 96, 64), (64, 96)))
+    first, second = (matrix(*shape, dtype, biased) for shape in ((2 * 128, 64), (64, 128)))
     x, weight = randn(rows, 64, dtype=dtype), randn(64, dtype=dtype, seed=1)
     assert first.joins(x) == (rows <= MOST_JOINED)
     norm = launch_rms_norm(x, weight, 1e-5)
@@ -140,3 +143,19 @@ def matrix(outputs: int, inputs: int, dtype: torch.dtype, biased: bool) -> Nativ
     scales = randn(outputs, inputs // 32, seed=3)
     weight = Packed(Layout("int4", 32), codes, scales, None)
     return NativeMatrix(weight, randn(outputs, dtype=dtype, seed=4) if biased else None)
+
+
+@needs_products
+def test_what_a_kernel_would_misread_goes_to_none():
+    """Addresses say neither a type nor a size."""
+    x, multiply = randn(3, 64), matrix(32, 64, torch.float32, False)
+    for weight in (randn(64).bfloat16(), randn(64).half(), randn(63), randn(128)[::2]):
+        with pytest.raises(AssertionError):
+            launch_rms_norm(x, weight, 1e-6)
+    for rows in (x.half(), randn(3, 63), randn(64, 3).T):
+        with pytest.raises(AssertionError):
+            multiply._arranged.multiply(rows, torch.empty(len(rows), 32))
+    with pytest.raises(AssertionError):
+        multiply._arranged.multiply(x, torch.empty(3, 31))
+    with pytest.raises(AssertionError):
+        matrix(64, 96, torch.float32, False)

@@ -108,7 +108,7 @@ struct Norm {
 struct Product {
     Multiply multiply;
     const void *matrix, *bias;
-    int64_t outputs;
+    int64_t outputs, inputs;
 
     void operator()(const void *x, int64_t x_stride, int64_t rows, void *out, int64_t out_stride, int half, int add,
                     int threads) const {

@@ -55,6 +55,7 @@ class Arranged:
     def __init__(self, weight: Packed):
         """`weight`: on a CPU, one that `takes`, with scales in float32."""
         layout, codes = weight.layout, weight.codes.contiguous()
+        assert takes(layout, weight.outputs, weight.inputs) and weight.scales.dtype is torch.float32
         halves = as_halves(weight.scales, weight.offsets) if layout.half_scales else None
         scales, offsets = (weight.scales, weight.offsets) if halves is None else halves
         scales, offsets = scales.contiguous(), None if offsets is None else offsets.contiguous()
@@ -69,12 +70,16 @@ class Arranged:
 
     def product(self, bias: torch.Tensor | None) -> Product:
         """For kernels that multiply; valid while this and the bias are. `bias`: as in `multiply`."""
-        return Product(multiply_address(), self._address, None if bias is None else bias.data_ptr(), self.outputs)
+        return Product(multiply_address(), self._address, None if bias is None else bias.data_ptr(), self.outputs,
+                       self.inputs)
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None, add: bool = False
                  ) -> torch.Tensor:
         """x [T, inputs] -> out [T, outputs], float32 or bfloat16 each, neighbouring columns side by side; `bias`
         [outputs] in the type of `out`. `add`: onto what is in `out`. Returns it."""
+        assert x.dtype in TYPES and x.shape[1] == self.inputs and x.stride(1) == 1
+        assert out.dtype in TYPES and out.shape == (len(x), self.outputs) and out.stride(1) == 1
+        assert bias is None or (bias.dtype is out.dtype and bias.shape == (self.outputs,) and bias.is_contiguous())
         half = (x.dtype is torch.bfloat16) + 2 * (out.dtype is torch.bfloat16)
         _multiply()(self._address, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), out.stride(0),
                     None if bias is None else bias.data_ptr(), half, add, torch.get_num_threads())

@@ -42,6 +42,7 @@ def takes(ints: torch.Tensor, log: torch.Tensor) -> bool:
 def launch_bind(rows: torch.Tensor, ints: torch.Tensor, log: torch.Tensor, page_tables: tuple[torch.Tensor, ...],
                 page_size: int) -> RaggedStep:
     """As `bind.bind`, of as many tokens as there are. The page tables have one layout."""
+    assert rows.dtype is ints.dtype is log.dtype is torch.int32
     rows, n = rows.contiguous(), len(rows)
     slots, (q_len, base, kv_len, n_out) = torch.empty(n, dtype=torch.int64), _columns(4, n)
     cu_q, cu_out = _columns(2, n + 1)
@@ -63,6 +64,7 @@ def launch_judge(step: RaggedStep, sampled: torch.Tensor, ints: torch.Tensor, lo
                  width: int) -> Commit:
     """As `commit.judge`."""
     n = len(step.slots)
+    assert sampled.dtype is torch.int64 and stops.dtype is torch.int32 and stops.is_contiguous()
     live, done = torch.empty(2, n, dtype=torch.bool).unbind(0)
     n_new, accepted, known, length, ndraft = _columns(5, n)
     made = Commit(live=live, ids=torch.empty(n, width, dtype=torch.int64), n_new=n_new, accepted=accepted, known=known,
