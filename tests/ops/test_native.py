@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -63,10 +64,56 @@ def test_compiled_once_and_again_when_it_changes(source, monkeypatch):
 
 
 @needs_compiler
-def test_a_folder_that_cannot_be_written_to(source, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_to(source, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "file"))
     assert "stretto-native-" in str(build(source))
+    assert "native kernels twice cannot be kept" in caplog.text and "compiled for this process alone" in caplog.text
+
+
+@needs_compiler
+def test_a_library_of_another_user_is_not_loaded(source, monkeypatch, caplog):
+    kept = build(source)
+    monkeypatch.setattr(building.os, "getuid", lambda: kept.stat().st_uid + 1)
+    monkeypatch.setattr(building.Path, "stat", _owned_by(kept, 12345))
+    assert build(source) != kept
+    assert f"{kept} belongs to user 12345" in caplog.text
+
+
+def _owned_by(path: Path, user: int):
+    of = Path.stat
+
+    def stat(self, **kwargs):
+        found = of(self, **kwargs)
+        return os.stat_result([*found[:4], user, *found[5:10]]) if self == path else found
+
+    return stat
+
+
+@needs_compiler
+@pytest.mark.parametrize(("script", "said"), [
+    ("kill -9 $$", "was killed while it compiled twice.cpp; .*leave it more memory"),
+    ("echo twice.cpp:3: error: in $LC_ALL >&2; exit 1", "failed on twice.cpp: twice.cpp:3: error: in C;"),
+])
+def test_how_a_compiler_failed(source, tmp_path, monkeypatch, script, said):
+    program = tmp_path / "compiler"
+    program.write_text(f'#!/bin/sh\n[ "$1" = --version ] || {{ {script}; }}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    with pytest.raises(BuildError, match=said):
+        build(source)
+
+
+def test_the_key_knows_the_compiler_behind_another_program(tmp_path):
+    inner = tmp_path / "inner"
+    keys = []
+    for version in "12":
+        inner.write_text(f"#!/bin/sh\necho {version}\n")
+        inner.chmod(0o755)
+        building._version.cache_clear()
+        keys.append(building._version("/usr/bin/env", str(inner)))
+    assert keys == ["1\n", "2\n"]
 
 
 @needs_compiler

@@ -4,7 +4,8 @@ made of all that it depends on.
     key = sha256(source, headers, compiler and its version, flags, processor)     native/<name>-<key>.so
 
 Compiled into a folder of its own and moved into place, one process at a time: whoever finds the file finds all of it.
-Where the cache folder cannot be written to, a temporary folder of this process serves. No torch in this module.
+Where the cache folder cannot be written to, or holds a library of another user, a temporary folder of this process
+serves, and a warning says so. No torch in this module.
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ def build(source: Path) -> Path:
     name = f"{source.stem}-{_key(source, command)}.so"
     try:
         folder = cache_folder() / "native"
-        if (folder / name).is_file():
-            return folder / name
-        return _built(command, source, _writable(folder) / name)
-    except (OSError, RuntimeError) as kept:  # a full disk, a lock that nobody gives, no home
+        if not (folder / name).is_file():
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _built(command, source, folder / name)
+        return _own(folder / name)
+    except (OSError, RuntimeError) as kept:  # a full disk, a lock that nobody gives, no home, another user's file
         log.warning("native kernels %s cannot be kept (%s): compiled for this process alone", source.stem, kept)
     try:
         return _built(command, source, Path(_own_folder().name) / name)
@@ -80,7 +82,7 @@ def _compile(command: list[str], source: Path, target: Path) -> None:
         made = Path(folder) / target.name
         try:
             done = subprocess.run([*command, "-o", str(made), str(source)], capture_output=True, text=True,
-                                  timeout=SECONDS, check=False)
+                                  timeout=SECONDS, check=False, env={**os.environ, "LC_ALL": "C"})
         except subprocess.TimeoutExpired:
             raise BuildError(f"{command[0]} took more than {SECONDS} s for {source.name}; try again, or set CXX to "
                              "another compiler") from None
@@ -88,6 +90,9 @@ def _compile(command: list[str], source: Path, target: Path) -> None:
             raise BuildError(f"{command[0]} cannot be run ({e}); {WAY_OUT}") from e
         if done.returncode and os.strerror(errno.ENOSPC) in done.stderr:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target.parent))
+        if done.returncode < 0 or "Killed" in done.stderr:
+            raise BuildError(f"{command[0]} was killed while it compiled {source.name}; it takes some 500 MB: leave it"
+                             " more memory, and start again")
         if done.returncode:
             raise BuildError(f"{command[0]} failed on {source.name}: {_first_error(done.stderr)}; set CXX to a newer "
                              "compiler")
@@ -103,15 +108,16 @@ def _key(source: Path, command: list[str]) -> str:
     made_of = hashlib.sha256()
     for path in (source, *sorted(HEADERS.glob("*.h"))):
         made_of.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    for text in (*command, _version(command[0]), _processor()):
+    for text in (*command, _version(*command), _processor()):
         made_of.update(text.encode() + b"\0")
     return made_of.hexdigest()[:20]
 
 
 @functools.cache
-def _version(program: str) -> str:
+def _version(*command: str) -> str:
+    """Of what compiles, be it behind `ccache`, too."""
     try:
-        return subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
+        return subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""  # compiling will say what is wrong
 
@@ -122,20 +128,27 @@ def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        lines = []
+        lines = _macos_processor()
     wanted = ("model name", "flags", "CPU implementer", "CPU part", "Features", "isa")
     told = sorted({line for line in lines if line.partition(":")[0].strip() in wanted})
     return "\n".join((platform.machine(), platform.processor(), *told))
 
 
-def _writable(folder: Path) -> Path:
+def _macos_processor() -> list[str]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return Path(_own_folder().name)
+        done = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, timeout=30,
+                              check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [f"model name: {done.stdout.strip()}"]
+
+
+def _own(library: Path) -> Path:
+    """Raises PermissionError for one that another user but root has put there: its code would run as this user."""
+    owner = library.stat().st_uid
+    if owner not in (0, os.getuid()):
+        raise PermissionError(f"{library} belongs to user {owner}")
+    return library
 
 
 @functools.cache

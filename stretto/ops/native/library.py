@@ -90,7 +90,8 @@ def load(source: Path) -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as e:
-        raise BuildError(f"{path} cannot be loaded ({e}); remove it, and it is built again") from e
+        raise BuildError(f"{path} cannot be loaded ({e}); remove it, and it is built again; if its folder is mounted"
+                         " noexec, set STRETTO_CACHE to one that is not") from e
     parallel = _parallel()
     if parallel is not None:
         loaded.stretto_use_threads(parallel)
