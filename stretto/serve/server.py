@@ -4,9 +4,9 @@
     probes:     /livez 200, /readyz and /startupz 503 "starting"    all 200        /readyz 503
     requests:   503 with Retry-After                                answered       new ones 503
 
-The first SIGTERM or Ctrl-C drains: requests in flight get `drain_timeout` seconds. A second one, or the end of that
-time, aborts them. An engine that dies is started again: its clients are told, /readyz is 503 until there is a new one.
-One that dies too often takes the server with it, exit code 1.
+The first SIGTERM, SIGHUP or Ctrl-C drains: requests in flight get `drain_timeout` seconds. A second one, or the end of
+that time, aborts them. An engine that dies is started again: its clients are told, /readyz is 503 until there is a new
+one. One that dies too often takes the server with it, exit code 1.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from stretto.serve.tracing import otlp_provider
 
 LAST_ANSWERS_SECONDS = 5.0  # for clients of a dead engine, or of an aborted request, to get their error
 BACKLOG = 2048  # connections that wait to be accepted, as uvicorn has it
+TIME_OVER = "the time for it was over (--drain-timeout)"
 KEEP_ALIVE_SECONDS = 75  # longer than the usual 60 s of a proxy, so that the proxy closes first
 
 log = logging.getLogger(__name__)
@@ -90,15 +91,16 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Stops:
-    """Counts SIGTERM and SIGINT."""
+    """Counts SIGTERM, SIGINT, and the SIGHUP of a terminal that closes, which `nohup` has ignored."""
 
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
 
     def listen(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, self._stop)
 
     def _stop(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
@@ -248,9 +250,10 @@ class _Server:
         died = dead.done()
         dead.cancel()
         if service.live_calls and not died:
-            log.warning("aborting %d requests that did not finish in time", service.live_calls)
+            why = "it was told to stop again" if self.stops.second.is_set() else TIME_OVER
+            log.warning("aborting %d requests that were not complete when %s", service.live_calls, why)
             with contextlib.suppress(TimeoutError, EngineDead):
-                await asyncio.wait_for(service.end_drain(), LAST_ANSWERS_SECONDS)
+                await asyncio.wait_for(service.end_drain(why), LAST_ANSWERS_SECONDS)
         return 1 if died else 0
 
     async def _until_idle(self, service: Service, timeout: float) -> None:

@@ -94,7 +94,7 @@ class Service:
         self.tracing = Tracing(trace_provider, self.names[0]) if trace_provider is not None else None
         self.started = int(time.time())
         self.draining = False
-        self._out_of_time = False  # what is left of a drain has been withdrawn
+        self._drain_ended = ""  # why what was left of a drain has been withdrawn
         self._interruption: str | None = None  # why there is no engine just now
         self._live: dict[str, Generation] = {}
         self._live_requests = 0
@@ -266,7 +266,7 @@ class Service:
                         generation.begun, index = True, prompts[output.rid]
                         clock.note(index, output)
                         if output.finish_reason is not None:
-                            _raise_failure(output, self._out_of_time)
+                            _raise_failure(output, self._drain_ended)
                         if output.prompt_logprobs is not None:
                             output.prompt_logprobs = _of_every_new_token(generation.requests[index],
                                                                          output.prompt_logprobs)
@@ -319,9 +319,9 @@ class Service:
         done = await asyncio.gather(*(self.abort(id) for id in ids))
         return [id for id, live in zip(ids, done, strict=True) if live]
 
-    async def end_drain(self) -> None:
-        """Withdraws every call that is left when the time to drain is over; their clients may ask again elsewhere."""
-        self._out_of_time = True
+    async def end_drain(self, why: str) -> None:
+        """Withdraws every call that is left of a drain; their clients are told why, and may ask again elsewhere."""
+        self._drain_ended = why
         await self.abort_all()
 
     def find_hint(self, id: str) -> str:
@@ -358,15 +358,15 @@ def _draining(message: str) -> ApiError:
     return ApiError(503, f"the server is shutting down{message}", code=DRAINING, headers={"Retry-After": "10"})
 
 
-def _raise_failure(output: Output, out_of_time: bool) -> None:
+def _raise_failure(output: Output, drain_ended: str) -> None:
     if output.error_code == ENGINE_DEAD:
         raise EngineDead(output.error or "")
     if output.finish_reason == "error" and output.error_code is not None:
         raise RequestError(output.error or "", param=output.error_param, code=output.error_code)
     if output.finish_reason == "error":
         raise ApiError(500, f"the engine failed on this request: {output.error}", code="engine_error")
-    if output.finish_reason == "abort" and out_of_time:
-        raise _draining(", and this answer was not complete when the time for it was over (--drain-timeout)")
+    if output.finish_reason == "abort" and drain_ended:
+        raise _draining(f", and this answer was not complete when {drain_ended}")
     if output.finish_reason == "abort":
         raise ApiError(CLIENT_CLOSED, "the request was aborted", code="request_aborted")
 

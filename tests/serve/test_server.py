@@ -118,23 +118,24 @@ def test_life_of_a_server():
             pass  # the port is free again
 
 
-@pytest.mark.parametrize("second_signal", [False, True])
-def test_a_drain_ends_in_time_and_tells_the_clients(second_signal: bool):
+@pytest.mark.parametrize("second_signal", [None, signal.SIGINT, signal.SIGHUP])
+def test_a_drain_ends_in_time_and_tells_the_clients(second_signal: signal.Signals | None):
     with program(SLOW, drain_timeout=60 if second_signal else 0.3) as server:
         server.until("/readyz", 200)
         calls = [server.in_thread("x", max_tokens=90_000, stream=stream) for stream in (True, False)]
         server.until_running(2)
-        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(second_signal or signal.SIGINT)
         if second_signal:
             server.until("/readyz", 503)
-            server.process.send_signal(signal.SIGINT)
+            server.process.send_signal(second_signal)
         assert server.process.wait(10) == 0
         for thread, _ in calls:
             thread.join(10)
         streamed, whole = (answers[0] for _, answers in calls)
         assert events(streamed.text)[-1]["error"]["code"] == "draining"
         assert whole.status_code == 503 and whole.json()["error"]["code"] == "draining"  # no fault of the client
-        assert whole.headers["retry-after"] and "--drain-timeout" in whole.json()["error"]["message"]
+        why = "told to stop again" if second_signal else "--drain-timeout"
+        assert whole.headers["retry-after"] and why in whole.json()["error"]["message"]
 
 
 def test_case_17_07_signals_while_loading_leave_nothing():
