@@ -206,17 +206,19 @@ class Grammars:
         self.patience = math.inf  # seconds that a turn waits until its grammar's time has come
 
     def state(self, grammar: Grammar) -> GrammarState:
-        """Starts to compile, if need be. Raises GrammarError for what is wrong at first sight. A turn that does not
-        wait for it any more says so (`leave`)."""
+        """Starts to compile, if need be. Raises GrammarError for what is wrong at first sight."""
         known = self._cache.get(grammar)
         if known is None or (known.first.done() and known.first.exception() is not None):
             definition(grammar)
             self._cache[grammar] = known = Compiled(grammar)
             self._quick.submit(self._begin, known)
-        known.waiting += 1
         self._cache.move_to_end(grammar)
         self._let_go()
         return GrammarState(known, self.patience)
+
+    def wait(self, state: GrammarState) -> None:
+        """A turn waits for it, until it says that it does not any more (`leave`)."""
+        state.grammar.waiting += 1
 
     def leave(self, state: GrammarState) -> None:
         """Its turn does not wait any more. A grammar that no turn waits for is not begun."""

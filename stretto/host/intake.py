@@ -66,7 +66,8 @@ class Intake:
                   limit < asked, bool(sampling.logit_processors), sampling.speculation is not None)
         turn = Turn(job, list(tokens), self._stream(request, tokens), scores=[] if scored else None,
                     unforked=sampling.n - 1, grammar=grammar)
-        if not turn.ready:
+        if turn.grammar is not None and self._grammars is not None and not turn.ready:
+            self._grammars.wait(turn.grammar)
             self.compiling.append(turn)
         return turn
 

@@ -397,6 +397,13 @@ def numbered(n: int) -> list[Grammar]:
     return [Grammar("regex", f"A[0-9]{{{i}}}") for i in range(2, 2 + n)]
 
 
+def awaited(grammars: Grammars, grammar: Grammar) -> GrammarState:
+    """Of a turn that waits for it."""
+    state = grammars.state(grammar)
+    grammars.wait(state)
+    return state
+
+
 def until(condition) -> None:
     for _ in range(3000):
         if condition():
@@ -408,10 +415,11 @@ def until(condition) -> None:
 def test_grammars_that_no_turn_waits_for_are_not_begun(made, held) -> None:
     go, begun = held
     first, gone, asked_again, last = numbered(grammar_module.COMPILE_THREADS), *numbered(9)[-3:]
-    running = [made.state(grammar) for grammar in first]
+    running = [awaited(made, grammar) for grammar in first]
     until(lambda: len(begun) == len(first))
-    left, again, stays = made.state(gone), made.state(asked_again), made.state(last)
-    other = made.state(asked_again)  # a second turn
+    left, again, stays = awaited(made, gone), awaited(made, asked_again), awaited(made, last)
+    other = awaited(made, asked_again)  # a second turn
+    made.state(gone)  # of one that is refused
     for state in (left, again, *running):
         made.leave(state)
     assert left.compiled.cancelled() and gone not in made._cache and not other.compiled.done()
@@ -420,21 +428,21 @@ def test_grammars_that_no_turn_waits_for_are_not_begun(made, held) -> None:
     assert stays.compiled.result(timeout=30) and other.compiled.result(timeout=30) and other.ready
     assert all(state.compiled.result(timeout=30) for state in running)  # begun already
     assert set(begun) == {*first, asked_again, last}
-    back = made.state(gone)
+    back = awaited(made, gone)
     assert back.compiled.result(timeout=30) and back.ready
 
 
 def test_a_grammar_does_not_wait_for_others_without_end(held, made) -> None:
     go, begun = held
     made.patience = 0.0
-    running = [made.state(grammar) for grammar in numbered(grammar_module.COMPILE_THREADS)]
+    running = [awaited(made, grammar) for grammar in numbered(grammar_module.COMPILE_THREADS)]
     until(lambda: len(begun) == len(running))
-    waiting = made.state(numbered(9)[-1])
+    waiting = awaited(made, numbered(9)[-1])
     until(lambda: waiting.crowded)
     assert waiting.fault is None and not any(state.crowded for state in running)
     made.leave(waiting)
     made.patience = 1000.0
-    later = made.state(waiting.grammar.grammar)
+    later = awaited(made, waiting.grammar.grammar)
     assert later.grammar is not waiting.grammar and not later.crowded
     go.set()
     assert later.compiled.result(timeout=30)
@@ -445,7 +453,7 @@ def test_an_abort_takes_its_grammar_along_and_patience_ends_requests(held) -> No
     world = make_world(random.Random(3), **GRAMMAR)
     h = Harness(world, 3)
     half = h.half
-    half.bound_patience(0.05)
+    half.bound_patience(1000.0)
 
     def submit(rid: str, grammar: Grammar) -> None:
         half.submit(Request(rid=rid, tokens=[1, 2, 3], sampling=SamplingParams(max_tokens=4, grammar=grammar)))
@@ -457,7 +465,10 @@ def test_an_abort_takes_its_grammar_along_and_patience_ends_requests(held) -> No
         until(lambda: len(begun) == grammar_module.COMPILE_THREADS)
         assert half.abort(str(len(many) - 1))
         half.plan()
-        assert many[-1] not in known._cache
+        assert many[-1] not in known._cache and [known._cache[grammar].waiting for grammar in many[:-1]] == [1] * 3
+        assert not half.take_outputs()
+        for turn in half._intake.compiling:
+            turn.grammar._patience = 0.0  # it is over
         until(lambda: (half.plan(), told := half.take_outputs()) and
               [(o.rid, o.error_code) for o in told] == [(str(len(many) - 2), "queue_full")])
     finally:

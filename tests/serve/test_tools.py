@@ -297,19 +297,22 @@ async def test_an_empty_schema_asks_for_json(oracle: Oracle, fields: dict):
 
 
 async def test_a_grammar_that_waits_too_long_for_others_is_a_429(oracle: Oracle, monkeypatch: pytest.MonkeyPatch):
-    go, cores = threading.Event(), []
+    go, cores, begun = threading.Event(), [], []
     compile_ = grammar_module.compiled
     monkeypatch.setattr(grammar_module, "is_quick", lambda grammar: False)
-    monkeypatch.setattr(grammar_module, "compiled", lambda *these: (go.wait(60), compile_(*these))[1])
+    monkeypatch.setattr(grammar_module, "compiled", lambda *these: (begun.append(1), go.wait(60), compile_(*these))[2])
     async with real(oracle, cores=cores) as api:
-        cores[0].host.bound_patience(0.3)
+        def send(n: int) -> asyncio.Task:
+            return asyncio.create_task(api.complete("x", regex=f"[a-z]{{{n}}}", max_tokens=20))
         try:
-            sent = [asyncio.create_task(api.complete("x", regex=f"[a-z]{{{n}}}", max_tokens=20)) for n in range(2, 6)]
-            late, _ = await asyncio.wait(sent, timeout=20, return_when=asyncio.FIRST_COMPLETED)
-            more, waiting = await asyncio.wait(sent, timeout=1)
-            refused = [each.result() for each in late | more]
-            assert [answer.status_code for answer in refused] == [429, 429] and len(waiting) == 2
+            waiting = [send(2), send(3)]
+            async with asyncio.timeout(30):
+                while len(begun) < 2:
+                    await asyncio.sleep(0.01)
+            cores[0].host.bound_patience(0.1)
+            refused = await asyncio.wait_for(asyncio.gather(send(4), send(5)), 30)
             for answer in refused:
+                assert answer.status_code == 429
                 error = answer.json()["error"]
                 assert error["code"] == "queue_full" and "try again" in error["message"]
                 assert answer.headers["retry-after"] == "1"
