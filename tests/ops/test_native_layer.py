@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from stretto.model.packed_matrix import MOST_JOINED, NativeMatrix
 from stretto.ops import layer as seam
+from stretto.ops.fp8 import KV_FP8, KVScales
 from stretto.ops.gates import GATES
 from stretto.ops.layer import HeadWeights, Rope, rotate_and_write_reference
 from stretto.ops.native import library, packed
@@ -159,3 +160,26 @@ def test_what_a_kernel_would_misread_goes_to_none():
         multiply._arranged.multiply(x, torch.empty(3, 31))
     with pytest.raises(AssertionError):
         matrix(64, 96, torch.float32, False)
+
+
+@TYPES
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 5, 23])
+def test_numbers_that_are_none_are_not_hidden(dtype, bad, at):
+    """What is damaged has to show in the end: as in the references, from gates and in cells of 8 bits."""
+    x = randn(2, 2 * 24, dtype=dtype)
+    x[0, at] = bad
+    for act in ("relu", "gelu", "gelu_pytorch_tanh", "silu"):
+        made, want = launch_gate(x, act), GATES[act](x[:, :24]) * x[:, 24:]
+        assert torch.equal(made.isfinite(), want.isfinite()) or bad < 0, act
+    qkv, cells = randn(2, 3, 24, dtype=dtype), torch.arange(2)
+    qkv[0, 1:, at] = bad
+    rope = Rope(torch.cat([torch.ones(40, 12), torch.zeros(40, 12)], 1), torch.arange(2))
+    made = []
+    for write in (launch_rotate_and_write, rotate_and_write_reference):
+        k, v = (torch.zeros(1, 4, 1, 24, dtype=KV_FP8) for _ in range(2))
+        scales = KVScales(*(torch.zeros(1, 4, 1, dtype=torch.uint8) for _ in range(2)))
+        write(qkv.clone(), 1, rope, None, k, v, cells, scales)
+        made.append([t.float().nan_to_num(nan=-1) for t in (k, v, scales.k, scales.v)])
+    for got, want in zip(*made, strict=True):
+        assert torch.equal(got, want)

@@ -5,7 +5,7 @@
 // spans are folded together in their order (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867).
 //
 //     cells of a row     | span 0: 0 .. 255 | span 1: 256 .. 511 | span 2 ... kv_len |        fold: 0, then 1, then 2
-//     work               (row, KV heads, up to 72 lines), and each span by itself where that is too little for the threads
+//     work               (row, KV heads, up to 72 lines); each span by itself where that is too little for the threads
 //
 // So what a line becomes depends on its position and on the cells it sees: not on the lines, rows and chunks beside it,
 // on the pages, or on the threads. A score is four sums, of every fourth feature, added up in pairs; keys of 16 cells are
@@ -243,6 +243,7 @@ struct Piece {
     int64_t row, head, heads, first, lines;  // `first` and `lines` of a head's q * G
     int64_t base, from, end;                 // position of the row's first query; cells that some line sees
     int64_t all() const { return heads * lines; }
+    int64_t spans() const { return (end + SPAN - 1) / SPAN - from / SPAN; }
 };
 
 // The cells of a span that a piece sees, counted from the span's first.
@@ -385,7 +386,8 @@ void read_queries(const Layer &layer, const Step &step, const Piece &piece, cons
     const int64_t group = layer.heads / layer.kv_heads, features = layer.head_dim, filled = Sizes(layer).filled;
     for (int64_t i = 0; i < piece.all(); ++i) {
         const int64_t line = piece.first + i % piece.lines, head = piece.head + i / piece.lines;
-        const Q *from = q + (step.starts[piece.row] + line / group) * q_stride + (head * group + line % group) * features;
+        const int64_t token = step.starts[piece.row] + line / group;
+        const Q *from = q + token * q_stride + (head * group + line % group) * features;
         for (int64_t d = 0; d < features; d += LANES) store(queries + i * filled + d, load(from + d, features - d));
     }
 }
@@ -478,6 +480,8 @@ void attend_spans(const Layer &layer, const Step &step, const std::vector<Piece>
     for (const Piece &piece : pieces) lines = std::max(lines, piece.all());
     const int64_t all = int64_t(spans.size()), count = int64_t(pieces.size()), found = sizes.found(lines);
     const int64_t some = std::min<int64_t>(all, SPANS * threads);
+    std::vector<int64_t> starts(count + 1);  // of a piece's spans
+    for (int64_t p = 0; p < count; ++p) starts[p + 1] = starts[p] + pieces[p].spans();
     float *sums = results.of((count + some) * found), *more = sums + count * found;
     for (int64_t from = 0; from < all; from += some) {
         auto result = [&](int64_t i) {
@@ -491,11 +495,13 @@ void attend_spans(const Layer &layer, const Step &step, const std::vector<Piece>
             read_queries(layer, step, piece, q, q_stride, work.queries);
             attend_span<T>(layer, step, piece, spans[from + i].number, work, result(from + i));
         });
-        for (int64_t i = from; i < end; ++i) {
-            const Piece &piece = pieces[spans[i].piece];
-            if (spans[i].first) continue;
-            fold(piece.all(), sizes.padded, sizes.at(sums + spans[i].piece * found, piece.all()), result(i));
-        }
+        const int64_t first = spans[from].piece, last = spans[end - 1].piece;
+        for_each(last + 1 - first, threads, [&](int64_t i) {
+            const int64_t p = first + i, lines = pieces[p].all();
+            const Found sum = sizes.at(sums + p * found, lines);
+            for (int64_t s = std::max(from, starts[p] + 1); s < std::min(end, starts[p + 1]); ++s)
+                fold(lines, sizes.padded, sum, result(s));
+        });
     }
     for (int64_t i = 0; i < count; ++i)
         write_out(layer, step, pieces[i], sizes.at(sums + i * found, pieces[i].all()), sizes.padded, sinks, out);

@@ -27,13 +27,14 @@ inline Floats load(const e4m3 *from, int64_t count) {
     return (Floats)(((code & 0x7fu) << 20) | ((code & 0x80u) << 24)) * 0x1p120f;
 }
 
-// To the nearest, ties to even, of numbers that e4m3 can hold. Below its smallest normal number, 2^-6, it counts in
+// To the nearest, ties to even; at most 448, and a NaN stays one. Below its smallest normal number, 2^-6, it counts in
 // 2^-9: adding 1.5 * 2^14 rounds to these.
 inline void store(e4m3 *to, Floats x, int64_t count) {
     const Words sign = (Words)x & 0x80000000u, bits = (Words)x ^ sign;
     const Words normal = ((bits + 0x7ffffu + ((bits >> 20) & 1u)) >> 20) - (120u << 3);
     const Words small = (Words)((Floats)bits + 24576.0f) - 0x46c00000u;
-    const Words code = ((Floats)bits < 0x1p-6f ? small : normal) | (sign >> 24);
+    const Words number = (Floats)bits < 0x1p-6f ? small : (Floats)bits > 448.0f ? Words{} + 0x7eu : normal;
+    const Words code = (x == x ? number : Words{} + 0x7fu) | (sign >> 24);
     const Bytes bytes = __builtin_convertvector(code, Bytes);
     std::memcpy(to, &bytes, count < LANES ? count : LANES);
 }

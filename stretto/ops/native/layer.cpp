@@ -55,7 +55,7 @@ Floats activate(Floats x) {
         for (int i = 0; i < LANES; ++i) y[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.7071067811865476f));
         return y;
     }
-    return x > 0 ? x : Floats{};
+    return x < 0 ? Floats{} : x;
 }
 
 template <class T, int ACT>

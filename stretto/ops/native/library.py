@@ -123,4 +123,4 @@ def openmp_runtime() -> Path | None:
         found = sorted(path for path in mapped if _OPENMP.search(path))
     except OSError:  # no Linux
         found = sorted(str(path) for path in own.glob("lib/lib*omp*"))
-    return next((Path(p) for p in sorted(found, key=lambda p: not p.startswith(str(own)))), None)
+    return next((Path(p) for p in sorted(found, key=lambda p: own not in Path(p).parents)), None)

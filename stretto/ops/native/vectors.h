@@ -21,7 +21,7 @@ struct bfloat16 {
 
 inline Floats all(float x) { return x - Floats{}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }  // contracted: see build.FLAGS
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats larger(Floats a, Floats b) { return (a > b) | (a != a) ? a : b; }  // a NaN wins
 
 // Of the 32 numbers of a and b, those at 16 places.
 template <int... PLACES>
@@ -90,9 +90,9 @@ inline float sum(Floats x) {
     return x[0];
 }
 
-inline float largest(Floats x) {
+inline float largest(Floats x) {  // a NaN, if there is one
     for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; ++i) x[i] = x[i] > x[i + step] ? x[i] : x[i + step];
+        for (int i = 0; i < step; ++i) x[i] = x[i] > x[i + step] || x[i] != x[i] ? x[i] : x[i + step];
     return x[0];
 }
 
