@@ -10,8 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import yaml
+from cyclopts import Token
 from cyclopts.argument import ArgumentCollection
 
 from stretto.config import READ_AS, UsageError
@@ -137,13 +139,25 @@ def read_file(path: Path, told: Told) -> dict[str, object]:
 
 
 # -------------------------------------------------------------------------------------------- numbers for people
+_BROKEN_NUMBER = re.compile(r"[+-]?\d*\.\d*[1-9]\d*")  # as opposed to 30.0
+
+
+def _source_of(token: Token) -> str:
+    return f" in {token.source}" if token.source not in ("", "cli") else ""
+
+
 UNITS = {"--" + name.replace("_", "-"): parse for name, parse in READ_AS.items()}
 
 
 def read_units(app: object, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """A source for cyclopts that runs after all others: turns "32K" and "4GiB" into plain numbers."""
+    """A source for cyclopts that runs after all others: turns "32K" and "4GiB" into plain numbers, and refuses what
+    cyclopts would round."""
     for argument in arguments:
         parse = UNITS.get(argument.name)
+        if parse is None and int in (argument.hint, *get_args(argument.hint)) and float not in get_args(argument.hint):
+            for token in argument.tokens:
+                if _BROKEN_NUMBER.fullmatch(token.value):
+                    raise UsageError(f"{argument.name} is {token.value}{_source_of(token)}; it must be a whole number")
         for index, token in enumerate(argument.tokens if parse else ()):
             try:
                 argument.tokens[index] = token.evolve(value=str(parse(token.value)))  # type: ignore[misc]

@@ -167,7 +167,12 @@ def read_adapter(path: Path) -> AdapterFile:
     for module, (a, b) in pairs.items():
         if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not a.numel():
             raise AdapterError(f"{module} of the adapter {path} lacks one of its two matrices, or their ranks differ")
-        modules[module.removeprefix("model.")] = (a, b, _scale(config, module, a.shape[0]))
+        try:
+            scale = _scale(config, module, a.shape[0])
+        except (re.error, AttributeError, TypeError, ValueError) as e:
+            raise AdapterError(f"the adapter {path} has lora_alpha or alpha_pattern that cannot be read ({e}): correct"
+                               " adapter_config.json") from e
+        modules[module.removeprefix("model.")] = (a, b, scale)
     if not modules:
         raise AdapterError(f"the adapter {path} changes nothing")
     return AdapterFile(path, max(a.shape[0] for a, _, _ in modules.values()), modules)
@@ -248,4 +253,6 @@ def _scale(config: dict[str, Any], module: str, rank: int) -> float:
         if re.match(rf"(.*\.)?({pattern})$", module):
             alpha = value
             break
+    if not math.isfinite(alpha):
+        raise ValueError(f"{alpha} is no finite number")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)

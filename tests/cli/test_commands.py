@@ -72,6 +72,8 @@ def test_each_command_has_help(stretto, command: str):
     (["explian"], 2, "explain"),
     (["explain", "--swap-space", "4"], 2, "--swap-space"),
     (["explain", "--kv-memory", "lots"], 2, "--kv-memory: 'lots' is not a number"),
+    (["explain", "--max-num-seqs", "2.5"], 2, "--max-num-seqs is 2.5; it must be a whole number"),
+    (["bench", "latency", "--rounds", "1.5"], 2, "--rounds is 1.5; it must be a whole number"),
     (["explain", "--config", "none.yaml"], 2, "none.yaml cannot be read"),
     (["explain", "./nowhere"], 1, "no such file or folder"),
     (["explain", "--dtype", "int3"], 2, "int3"),
@@ -83,6 +85,13 @@ def test_what_cannot_be_understood(stretto, tokens: list[str], code: int, messag
     ran = stretto(*tokens)
     assert ran.code == code and message in " ".join(ran.err.replace("│", " ").split())
     assert "Traceback" not in ran.err
+
+
+def test_numbers_that_would_be_rounded_are_named_with_their_source(stretto, tmp_path: Path):
+    (tmp_path / "settings.yaml").write_text("max-num-seqs: 2.5")
+    for ran, source in ((stretto("explain", "m", "--config", tmp_path / "settings.yaml"), "settings.yaml"),
+                        (stretto("explain", "m", STRETTO_MAX_NUM_SEQS="2.5"), "a STRETTO_ variable")):
+        assert ran.code == 2 and "--max-num-seqs is 2.5" in ran.err and source in ran.err
 
 
 # -------------------------------------------------------------------------------------------------------------- explain

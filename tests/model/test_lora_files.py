@@ -119,6 +119,16 @@ def test_damaged_adapters_are_named(adapter, change, message):
         read_adapter(adapter)
 
 
+@pytest.mark.parametrize("values", [
+    {"alpha_pattern": {"(": 8}}, {"alpha_pattern": ["q_proj"]}, {"alpha_pattern": {"q_proj": None}},
+    {"alpha_pattern": {"q_proj": "8"}}, {"lora_alpha": "x"}, {"lora_alpha": float("nan")},
+    {"alpha_pattern": {"q_proj": float("inf")}}, {"lora_alpha": [8]}], ids=str)
+def test_alphas_that_are_none_are_named(adapter, values):
+    configure(adapter, **values)
+    with pytest.raises(AdapterError, match="lora_alpha or alpha_pattern that cannot be read"):
+        read_adapter(adapter)
+
+
 @pytest.mark.parametrize(("file", "content", "message"), [
     ("adapter_model.safetensors", b"", r"\(0 bytes\) is truncated or damaged"),
     ("adapter_model.safetensors", b"<html>not found</html>", "is truncated or damaged"),
