@@ -39,6 +39,7 @@ class Counters:
     masks_reused: int = 0  # of them, those whose mask had been made for another position
     grammar_ends: int = 0  # turns that a grammar ended
     grammar_errors: int = 0  # turns whose grammar could not be compiled, or led into a dead end
+    grammars_crowded: int = 0  # turns whose grammar waited too long for others that were compiled before it
     processor_steps: int = 0  # with a row whose request has logit processors of its own
     processor_errors: int = 0  # turns that one of those failed
     forks: int = 0

@@ -17,7 +17,7 @@ from stretto.host.audit import audit, check, repair
 from stretto.host.cost import StepClock
 from stretto.host.counters import Counters
 from stretto.host.faults import HostFault
-from stretto.host.grammar import CROWDED, Grammars, GrammarState, wait_for
+from stretto.host.grammar import Grammars, GrammarState, wait_for
 from stretto.host.intake import Intake
 from stretto.host.ledger import Ledger
 from stretto.host.limits import HostLimits
@@ -209,14 +209,16 @@ class HostHalf:
         """Ends the turns whose grammar has turned out to be unusable, or whose patience is over."""
         for turn in self._intake.compiling[:]:
             assert turn.grammar is not None and self._grammars is not None
-            live, crowded = turn in self._live.of(turn.job.request.rid), turn.grammar.crowded
-            fault = CROWDED if crowded else turn.grammar.fault
-            if fault is None and live and not turn.grammar.ready:
+            live = turn in self._live.of(turn.job.request.rid)
+            crowded, fault = turn.grammar.crowded, turn.grammar.fault
+            if live and not (crowded or fault or turn.grammar.ready):
                 continue
             self._intake.compiling.remove(turn)
             self._grammars.leave(turn.grammar)
-            if fault is not None and live:
-                self._unsent += self.results.fail(turn, fault, "queue_full" if crowded else "invalid_grammar")
+            if live and crowded:
+                self._unsent += self.results.crowd_out(turn)
+            elif live and fault is not None:
+                self._unsent += self.results.fail(turn, fault)
 
     def bound_patience(self, seconds: float) -> None:
         """So long a grammar that takes long waits at most for others of other users."""

@@ -12,6 +12,7 @@ from collections import deque
 
 from stretto.host.counters import Counters
 from stretto.host.faults import HostFault, need
+from stretto.host.grammar import CROWDED
 from stretto.host.intake import Intake
 from stretto.host.ledger import Ledger
 from stretto.host.limits import HostLimits
@@ -266,11 +267,15 @@ class Results:
             outputs.append(Output(rid, 0, [], "", ABORT))
         return outputs
 
-    def fail(self, turn: Turn, cause: str, code: str = "invalid_grammar") -> list[Output]:
-        """Ends one turn whose grammar cannot be used, or has led into a dead end: the request's own fault. By another
-        `code`: it was not compiled in time."""
+    def fail(self, turn: Turn, cause: str) -> list[Output]:
+        """Ends one turn whose grammar cannot be used, or has led into a dead end: the request's own fault."""
         self._counters.grammar_errors += 1
-        return self._fail(turn, cause, code, None)
+        return self._fail(turn, cause, "invalid_grammar", None)
+
+    def crowd_out(self, turn: Turn) -> list[Output]:
+        """Ends one turn whose grammar has waited too long for others."""
+        self._counters.grammars_crowded += 1
+        return self._fail(turn, CROWDED, "queue_full", None)
 
     def fail_processor(self, turn: Turn, cause: str) -> list[Output]:
         """Ends one turn whose logit processor has failed. Code of the client's is the client's own fault."""

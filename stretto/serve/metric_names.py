@@ -44,6 +44,7 @@ COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "masks_reused": ((), "Of them, those whose mask had been made for another position"),
     "grammar_ends": ((), "Choices that their grammar ended"),
     "grammar_errors": ((), "Choices whose grammar could not be compiled, or led into a dead end"),
+    "grammars_crowded": ((), "Requests whose grammar waited too long for others that take long to compile"),
     "processor_steps": ((), "Steps with a row that has logit processors of its own"),
     "processor_errors": ((), "Choices that such a processor failed"),
     "forks": ((), "Further choices of a prompt (n, best_of)"),

@@ -471,6 +471,7 @@ def test_an_abort_takes_its_grammar_along_and_patience_ends_requests(held) -> No
             turn.grammar._patience = 0.0  # it is over
         until(lambda: (half.plan(), told := half.take_outputs()) and
               [(o.rid, o.error_code) for o in told] == [(str(len(many) - 2), "queue_full")])
+        assert half.counters.grammars_crowded == 1 and half.counters.grammar_errors == 0
     finally:
         for i in range(len(many)):
             half.abort(str(i))
