@@ -124,8 +124,9 @@ def test_equals_transformers(pair):
     model, oracle = pair
     assert isinstance(model, Decoder)
     ids = ids_of(23)
-    # States amplify: one unit in the last place of the norms becomes up to 1.6e-4 of these small models' logits.
-    atol = 3e-4 if model.states else 1e-4
+    # The delta rule amplifies roundings: of these small models transformers' float32 is up to 2.5e-4 away from its own
+    # float64 (some-dense), this engine's up to 1.5e-4 (7e-5 there), so they cannot be asked to be nearer to each other.
+    atol = 3e-4 if oracle.config.model_type.startswith(("qwen3_next", "qwen3_5")) else 1e-4
     torch.testing.assert_close(run(model, ids), oracle_logits(oracle, ids), atol=atol, rtol=1e-4)
     assert greedy(model, ids, 12) == oracle_greedy(oracle, ids, 12)
 
