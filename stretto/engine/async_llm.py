@@ -31,7 +31,7 @@ from stretto.engine.llm import (
     score_texts,
 )
 from stretto.engine.locate import configured_tokenizer
-from stretto.engine.options import make_config
+from stretto.engine.options import make_config, tell_missing
 from stretto.engine.prepare import prepare
 from stretto.foreign.python import OF_LLM, missing
 from stretto.params import SamplingParams
@@ -52,6 +52,7 @@ class AsyncLLM:
         if config is not None and (model is not None or options):
             raise TypeError("give either config or model and options")
         prepared = await asyncio.to_thread(prepare, config or make_config(model, options))
+        tell_missing(prepared)
         engine = await InProcessEngine.start(partial(build_core, prepared))
         return cls(engine, configured_tokenizer(prepared.resolved.config, prepared.tokenizer_path))
 

@@ -27,7 +27,7 @@ from stretto.config import Config
 from stretto.engine.build import build_core
 from stretto.engine.core import EngineCore
 from stretto.engine.locate import configured_tokenizer
-from stretto.engine.options import make_config
+from stretto.engine.options import make_config, tell_missing
 from stretto.engine.prepare import Prepared, prepare
 from stretto.foreign.python import OF_COMPLETION, OF_LLM, missing
 from stretto.params import SamplingParams
@@ -155,6 +155,7 @@ class LLM:
         if config is not None and (model is not None or options):
             raise TypeError("give either config or model and options")
         self.prepared: Prepared = prepare(config or make_config(model, options))
+        tell_missing(self.prepared)
         self.core: EngineCore = build_core(self.prepared)
         self.tokenizer: Tokenizer = configured_tokenizer(self.prepared.resolved.config,
                                                          self.prepared.tokenizer_path)

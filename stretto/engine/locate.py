@@ -17,6 +17,7 @@ from stretto.compat import ConfigError, Refusal
 from stretto.config import Config
 from stretto.model.hub import resolve_model
 from stretto.spec.identify import verifier_of
+from stretto.text.chat_template import ChatTemplate, ChatTemplateError
 from stretto.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 
@@ -34,15 +35,27 @@ class Located:
 
 def configured_tokenizer(config: Config, path: Path) -> Tokenizer:
     """With the chat template that the configuration names. Raises TokenizerError."""
-    file = config.model.chat_template
+    return load_tokenizer(path, named_template(config.model.chat_template))
+
+
+def named_template(file: Path | None) -> str | None:
+    """A template of the user's own. Raises TokenizerError, which names the file, for one that is no template."""
+    if file is None:
+        return None
     try:
-        return load_tokenizer(path, None if file is None else file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        ChatTemplate({"default": text}, {})
     except (OSError, UnicodeDecodeError) as e:
         raise TokenizerError(f"{file} cannot be read: {e}") from e
+    except ChatTemplateError as e:
+        raise TokenizerError(f"--chat-template {file}: {e}") from e
+    return text
 
 
 def locate(config: Config) -> Located:
-    """Finds the model and the tokenizer, fetching them if need be. Raises ModelNotFound and compat.ConfigError."""
+    """Finds the model and the tokenizer, fetching them if need be. Raises ModelNotFound, TokenizerError for a chat
+    template of the user's own, and compat.ConfigError."""
+    named_template(config.model.chat_template)
     config = _with_verifier(config)
     path = resolve_model(config.model.model)
     return Located(config, path, resolve_model(config.model.tokenizer) if config.model.tokenizer else path)

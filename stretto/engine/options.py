@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from stretto.config import READ_AS, Config
+from stretto.engine.prepare import Prepared
 from stretto.foreign.translate import Told, UnknownSetting, read_mapping, setting_names
 
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", Path: "a path",
@@ -47,6 +48,18 @@ def make_config(model: str | None, options: Mapping[str, Any]) -> Config:
         mine = {field.name: left.pop(field.name) for field in fields(old) if field.name in left}
         config = replace(config, **{section.name: replace(old, **mine)})
     return config
+
+
+def tell_missing(prepared: Prepared) -> None:
+    """A warning where the model runs on this processor without the kernels that make it fast: there is no table of the
+    start to say so."""
+    if prepared.resolved.device != "cpu":
+        return
+    found = {why: [name for name, reason in device.missing if reason == why]
+             for device in prepared.facts.devices if device.kind == "cpu" for _, why in device.missing}
+    for why, names in found.items():
+        warnings.warn(f"without native kernels: {', '.join(names)}, so this is several times slower: {why}",
+                      stacklevel=3)
 
 
 @cache

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace as replace_fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from msgspec.structs import replace
 
 from stretto.engine.async_llm import AsyncLLM
 from stretto.engine.llm import LLM
-from stretto.engine.options import make_config
+from stretto.engine.options import make_config, tell_missing
 from stretto.logit_processors import CustomLogitProcessor
 from stretto.model.hub import ModelNotFound
 from stretto.params import Grammar, ParameterError, ProcessorUse, SamplingParams
 from stretto.protocol import CloseSession, EngineDead, GetSession, RequestError, SessionTurn
+from stretto.text.tokenizer import TokenizerError
 from tests.engine.small import VOCAB, save_tiny
 from tests.text.vocabularies import byte_level
 
@@ -419,6 +421,28 @@ def test_options_have_the_type_of_their_setting(name: str, value: object, kept: 
 def test_options_of_a_wrong_type_are_refused(name: str, value: object, words: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} is {re.escape(repr(value))}; it must be .*{words}"):
         make_config("m", {name: value})
+
+
+def test_paths_may_be_texts_and_templates_are_checked_first(tmp_path: Path) -> None:
+    template = tmp_path / "cut.jinja"
+    template.write_text("{% for m in messages %}{{ m.content ")
+    for path in (template, str(template)):
+        with pytest.raises(TokenizerError, match=rf"--chat-template {re.escape(str(template))}: .*line 1"):
+            LLM(tmp_path / "none", chat_template=path)  # type: ignore[arg-type]
+    with pytest.raises(TokenizerError, match=r"gone\.jinja cannot be read"):
+        LLM("none", chat_template=str(tmp_path / "gone.jinja"))
+    assert make_config("m", {"session_file": str(tmp_path)}).schedule.session_file == tmp_path
+
+
+@pytest.mark.filterwarnings("error")
+def test_missing_native_kernels_are_told(folder) -> None:
+    with LLM(str(folder), **OPTIONS) as llm:
+        facts = llm.prepared.facts
+    tell_missing(llm.prepared)
+    (cpu,) = facts.devices
+    without = replace_fields(cpu, kernels=(), missing=(("layer", "there is no compiler; install one"),))
+    with pytest.raises(UserWarning, match=r"without native kernels: layer.*there is no compiler; install one"):
+        tell_missing(replace_fields(llm.prepared, facts=replace_fields(facts, devices=(without,))))
 
 
 def test_settings_of_a_server_are_told() -> None:
