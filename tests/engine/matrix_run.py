@@ -291,7 +291,8 @@ class MatrixRun:
         if "seed" in on:
             fields |= dict(temperature=0.9, seed=SEED)
         if "penalties" in on:
-            fields |= dict(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.6)
+            mild = 0.1 if self.drafter == "suffix" else 1.0  # it finds what was said before, so something must be
+            fields |= dict(repetition_penalty=1 + 0.3 * mild, presence_penalty=0.7 * mild, frequency_penalty=0.6 * mild)
         if "logprobs" in on:
             fields |= dict(logprobs=3)
         if "prompt logprobs" in on:
