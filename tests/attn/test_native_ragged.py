@@ -119,9 +119,10 @@ def test_a_token_knows_neither_its_row_nor_the_others(window, threads):
         torch.set_num_threads(wide)
 
 
-def test_more_spans_than_are_kept_at_a_time():
+@pytest.mark.parametrize("window", [None, 5000])
+def test_more_spans_than_are_kept_at_a_time(window):
     """Bit for bit as one thread folds them, where a piece begins, goes on and ends among those of a turn."""
-    case = make_case(spec(n_heads=2, n_kv_heads=1, head_dim=16), [3, 1, 80], [9000, 700, 12_000])
+    case = make_case(spec(n_heads=2, n_kv_heads=1, head_dim=16, window=window), [3, 1, 80], [9000, 700, 12_000])
     wide = torch.get_num_threads()
     try:
         made = []

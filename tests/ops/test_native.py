@@ -7,6 +7,7 @@ import ctypes
 import errno
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from stretto.ops.native import attention, layer, packed, step
 from stretto.ops.native import build as building
 from stretto.ops.native import library as libraries
 from stretto.ops.native.build import COMPILERS, BuildError, build, compiler
 from stretto.ops.native.library import load, names, openmp_runtime, threaded
+from stretto.wire import Goal, Int
 
 COMPILED = any(shutil.which(name) for name in COMPILERS)
 needs_compiler = pytest.mark.skipif(not COMPILED, reason="no C++ compiler")
@@ -193,6 +196,49 @@ def test_memory_that_is_short_is_an_error_and_long_rows_need_none():
     refused = "refused: a native kernel got no memory: leave it more, by a smaller --kv-tokens"
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["long rows done", f"wide heads {refused}", f"products {refused}"]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("thrown", "error"), [("std::bad_alloc()", MemoryError),
+                                               ("std::length_error(\"\")", RuntimeError)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_exceptions_of_any_thread_become_pythons(source, monkeypatch, thrown, error, threads):
+    source.write_text(SOURCE + """
+EXPORT int throws(int64_t n, int threads) {
+    return stretto::code_of([&] { stretto::for_each(n, threads, [](int64_t i) { if (i == 40) throw WHAT; }); });
+}
+""".replace("WHAT", thrown))
+    made = load(source)
+    monkeypatch.setattr(libraries, "library", lambda name: made)
+    throws = libraries.allocating("twice", "throws", ctypes.c_int64, ctypes.c_int)
+    assert throws(40, threads) == 0
+    with pytest.raises(error):
+        throws(100, threads)
+
+
+FIELDS = [("attention", "Layer", attention.Layer), ("attention", "Step", attention._Step),
+              ("heads.h", "Heads", layer.Heads), ("layer", "Norm", layer.Norm), ("layer", "Product", layer.Product),
+              ("packed", "Matrix", packed._Matrix), ("step", "Table", step._Table), ("step", "Bound", step._Bound),
+              ("step", "Judged", step._Judged)]
+TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float, "Multiply": ctypes.c_void_p}
+
+
+@pytest.mark.parametrize(("file", "name", "structure"), FIELDS, ids=[name for _, name, _ in FIELDS])
+def test_structures_are_the_same_on_both_sides(file, name, structure):
+    text = re.sub("//.*", "", (building.HEADERS / (file if "." in file else f"{file}.cpp")).read_text())
+    body = re.search(rf"^struct {name} {{(.*?)^}};", text, re.DOTALL | re.MULTILINE).group(1)
+    fields = []
+    for kind, declared in re.findall(r"^    (?:const )?(\w+) ([*\w, ]+);", body, re.MULTILINE):
+        for field in declared.split(","):
+            fields.append((field.strip(" *"), ctypes.c_void_p if "*" in field else TYPES[kind]))
+    assert fields == structure._fields_
+
+
+def test_columns_of_the_slot_table_are_numbered_alike():
+    text = (building.HEADERS / "step.cpp").read_text()
+    names = re.search(r"enum Column {(.*?)}", text).group(1).replace(" ", "").split(",")
+    assert [Int[name] for name in names] == list(range(len(names)))
+    assert int(re.search(r"GENERATE = (\d+)", text).group(1)) == Goal.GENERATE
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no Linux")

@@ -112,7 +112,7 @@ struct Product {
 
     void operator()(const void *x, int64_t x_stride, int64_t rows, void *out, int64_t out_stride, int half, int add,
                     int threads) const {
-        if (multiply(matrix, x, x_stride, rows, out, out_stride, bias, half, add, threads)) throw std::bad_alloc();
+        throw_of(multiply(matrix, x, x_stride, rows, out, out_stride, bias, half, add, threads));
     }
 };
 

@@ -60,7 +60,8 @@ def function(name: str, symbol: str, *arguments: type) -> Callable[..., None]:
 
 
 def allocating(name: str, symbol: str, *arguments: type) -> Callable[..., int]:
-    """A function that returns `code_of` (threads.h): raises MemoryError where memory is short."""
+    """A function that returns `code_of` (threads.h): raises MemoryError where memory is short, and RuntimeError for any
+    other exception of C++."""
     found = library(name)
     assert found is not None, trouble(name)
     made = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)((symbol, found))
@@ -69,6 +70,8 @@ def allocating(name: str, symbol: str, *arguments: type) -> Callable[..., int]:
 
 
 def _checked(code: int, made: object, arguments: object) -> int:
+    if code > 1:
+        raise RuntimeError("a native kernel has failed, which is a fault of this engine: please report it")
     if code:
         raise MemoryError("a native kernel got no memory: leave it more, by a smaller --kv-tokens")
     return code
