@@ -291,7 +291,8 @@ class MatrixRun:
         if "seed" in on:
             fields |= dict(temperature=0.9, seed=SEED)
         if "penalties" in on:
-            mild = 0.1 if self.drafter == "suffix" else 1.0  # it finds what was said before, so something must be
+            # suffixes find what was said before, so something must be; a grammar sees to that by itself
+            mild = 0.1 if self.drafter == "suffix" and "grammar" not in on else 1.0
             fields |= dict(repetition_penalty=1 + 0.3 * mild, presence_penalty=0.7 * mild, frequency_penalty=0.6 * mild)
         if "logprobs" in on:
             fields |= dict(logprobs=3)
