@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,18 @@ def test_compiled_once_and_again_when_it_changes(source, monkeypatch):
     source.write_text(SOURCE)
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-DOTHER"))
     assert build(source) != first
+
+
+@needs_compiler
+def test_what_a_killed_compilation_left_goes(source):
+    folder = build(source).parent
+    for name, age in (("tmpold", 2 * building.DAY), ("tmpnew", 0)):
+        (folder / name).mkdir()
+        (folder / name / "some.so").write_text("")
+        os.utime(folder / name, (time.time() - age,) * 2)
+    source.write_text(SOURCE + "// again")
+    build(source)
+    assert [path.name for path in folder.glob("tmp*")] == ["tmpnew"]
 
 
 @needs_compiler

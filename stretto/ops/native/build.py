@@ -10,6 +10,7 @@ serves, and a warning says so. No torch in this module.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -20,6 +21,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 from filelock import FileLock
@@ -33,6 +35,7 @@ HEADERS = Path(__file__).parent
 FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-fvisibility=hidden")
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 120  # that a compiler may take
+DAY = 86_400  # seconds
 WAY_OUT = "install a C++ compiler (Debian, Ubuntu: apt install g++), or set CXX to one"
 
 
@@ -72,8 +75,17 @@ def build(source: Path) -> Path:
 def _built(command: list[str], source: Path, target: Path) -> Path:
     with FileLock(f"{target}.lock", timeout=2 * SECONDS):
         if not target.is_file():
+            _sweep(target.parent)
             _compile(command, source, target)
     return target
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what compilations have left that were killed."""
+    for left in folder.glob("tmp*"):
+        with contextlib.suppress(OSError):  # others compile, too, and theirs go when they are done
+            if time.time() - left.stat().st_mtime > DAY:
+                shutil.rmtree(left)
 
 
 def _compile(command: list[str], source: Path, target: Path) -> None:
