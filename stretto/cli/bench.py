@@ -22,6 +22,7 @@ from stretto.bench.workload import Workload, WorkloadError, from_file, synthetic
 from stretto.cli.failures import CommandFailed
 from stretto.cli.findings import at_least, tell
 from stretto.cli.options import ENGINE, EngineOptions, Json
+from stretto.cli.screen import error_screen
 from stretto.cli.starting import expected_failures, prepare_or_fail
 from stretto.config import Config, DeviceFacts
 from stretto.engine.prepare import Prepared
@@ -125,6 +126,11 @@ def _run(kind: str, measure: Measure, config: Config, options: BenchOptions, cou
     prepared = prepare_or_fail(config)
     work = _workload(prepared, options, options.num_prompts or count)
     openers = _openers(config, prepared, options, work)
+    engines = " and ".join(("stretto", *dict.fromkeys(options.against)))
+    error_screen().print(f"{kind} of {engines}: a warm-up and {options.rounds} rounds of {len(work.prompts)} prompts"
+                         f" with {max(map(len, work.prompts))} tokens, {work.output_tokens} tokens of answer each"
+                         + (", then peak memory in processes of their own" if options.memory else ""),
+                         style="dim", soft_wrap=True)  # minutes may pass before anything else is said
     series = _measure(measure, openers, work, options)
     if options.memory:
         for one, opener in zip(series, openers, strict=True):

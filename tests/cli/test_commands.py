@@ -278,6 +278,7 @@ def test_bench_against_transformers(stretto, tmp_path: Path):
     output = tmp_path / "figures.json"
     ran = stretto("bench", "throughput", MODEL, "--against", "transformers", "--num-prompts", "3", "--input-len",
                   "20", "--output-len", "16", "--rounds", "2", "--no-memory", "--output-json", output, "--json")
+    assert "throughput of stretto and transformers: a warm-up and 2 rounds of 3 prompts with" in ran.err
     assert ran.code == 0 and json.loads(ran.out) == json.loads(output.read_text())
     found = json.loads(ran.out)
     assert [engine["name"] for engine in found["engines"]] == ["stretto", "transformers"]
