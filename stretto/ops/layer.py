@@ -27,6 +27,12 @@ class Rope:
     positions: torch.Tensor  # [T] int64, without gaps
 
     @cached_property
+    def addressable(self) -> bool:
+        """Whether both are what kernels find at an address."""
+        return (self.table.dtype is torch.float32 and self.positions.dtype is torch.int64
+                and self.table.is_contiguous() and self.positions.is_contiguous())
+
+    @cached_property
     def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and signed sin of each token, [T, 1, D]: what torch's operations need, once for all layers."""
         cos, sin = self.table[self.positions].unsqueeze(1).chunk(2, dim=-1)

@@ -247,6 +247,11 @@ def test_structures_are_the_same_on_both_sides(file, name, structure):
     assert fields == structure._fields_
 
 
+@pytest.mark.parametrize("path", [*building.HEADERS.glob("*.cpp"), *building.HEADERS.glob("*.h")], ids=lambda p: p.name)
+def test_lines_are_as_long_as_pythons(path):
+    assert not [line for line in path.read_text().splitlines() if len(line) > 120]
+
+
 def test_columns_of_the_slot_table_are_numbered_alike():
     text = (building.HEADERS / "step.cpp").read_text()
     names = re.search(r"enum Column {(.*?)}", text).group(1).replace(" ", "").split(",")

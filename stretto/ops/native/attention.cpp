@@ -8,9 +8,9 @@
 //     work               (row, KV heads, up to 72 lines); each span by itself where that is too little for the threads
 //
 // So what a line becomes depends on its position and on the cells it sees: not on the lines, rows and chunks beside it,
-// on the pages, or on the threads. A score is four sums, of every fourth feature, added up in pairs; keys of 16 cells are
-// laid out so that a vector holds four features of four cells. Weighted sums have features as lanes and go over the
-// cells one after another.
+// on the pages, or on the threads. A score is four sums, of every fourth feature, added up in pairs; keys of 16 cells
+// are laid out so that a vector holds four features of four cells. Weighted sums have features as lanes and go over
+// the cells one after another.
 #include "heads.h"
 
 #include <algorithm>

@@ -87,9 +87,10 @@ def launch_normed(x: torch.Tensor, weight: torch.Tensor, eps: float, product: Pr
     """x [T, inputs] that `takes`, columns side by side: normed, by a matrix, -> [T, outputs]; with `act` the gate of
     that, [T, outputs / 2]."""
     by = _by(weight, eps, x)
-    assert x.shape[1] == product.inputs and x.stride(1) == 1
-    out = x.new_empty(x.shape[0], product.outputs if act is None else product.outputs // 2)
-    _normed()(ctypes.addressof(by), ctypes.addressof(product), x.data_ptr(), x.stride(0), x.shape[0], x.shape[1],
+    rows, size = x.shape
+    assert size == product.inputs and x.stride(1) == 1
+    out = x.new_empty(rows, product.outputs if act is None else product.outputs // 2)
+    _normed()(ctypes.addressof(by), ctypes.addressof(product), x.data_ptr(), x.stride(0), rows, size,
               -1 if act is None else ACTS[act], out.data_ptr(), x.dtype is torch.bfloat16, torch.get_num_threads())
     return out
 
@@ -98,10 +99,10 @@ def launch_add_mlp(residual: torch.Tensor, weight: torch.Tensor, eps: float, gat
                    down: Product) -> torch.Tensor:
     """residual [T, E] that `takes`, columns side by side, += what an MLP makes of it, normed. Returns it."""
     by = _by(weight, eps, residual)
-    assert (residual.shape[1], gate_up.outputs) == (gate_up.inputs, 2 * down.inputs) and residual.stride(1) == 1
-    assert down.outputs == residual.shape[1]
+    rows, size = residual.shape
+    assert size == gate_up.inputs == down.outputs and gate_up.outputs == 2 * down.inputs and residual.stride(1) == 1
     _add_mlp()(ctypes.addressof(by), ctypes.addressof(gate_up), ACTS[act], ctypes.addressof(down), residual.data_ptr(),
-               residual.stride(0), residual.shape[0], residual.shape[1], residual.dtype is torch.bfloat16,
+               residual.stride(0), rows, size, residual.dtype is torch.bfloat16,
                torch.get_num_threads())
     return residual
 
@@ -137,8 +138,7 @@ def heads_of(qkv: torch.Tensor, n_heads: int, rope: Rope, norm: HeadWeights | No
     """For qkv [T, H + 2 Hkv, D]; without caches [T, H, D]. ValueError for caches whose heads do not lie side by side,
     or that are not laid out alike. Valid while its tensors are."""
     dim = qkv.shape[2]
-    assert rope.positions.dtype is torch.int64 and len(rope.positions) >= len(qkv)
-    assert rope.table.dtype is torch.float32 and rope.table.shape[1] == dim and rope.table.is_contiguous()
+    assert rope.addressable
     assert norm is None or (norm.q.dtype is norm.k.dtype and norm.q.dtype in (qkv.dtype, torch.float32)
                             and norm.q.shape == norm.k.shape == (dim,))
     norms = (None, None, 0.0, 0) if norm is None else (norm.q.data_ptr(), norm.k.data_ptr(), norm.eps,
@@ -146,7 +146,7 @@ def heads_of(qkv: torch.Tensor, n_heads: int, rope: Rope, norm: HeadWeights | No
     if k_cache is None or v_cache is None or cells is None:
         return Heads(rope.table.data_ptr(), rope.positions.data_ptr(), norms[0], norms[1], q_heads=n_heads,
                      head_dim=dim, eps=norms[2], wide_norm=norms[3])
-    assert cells.dtype is torch.int64 and len(cells) >= len(qkv)
+    assert cells.dtype is torch.int64
     if k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (dim, 1):
         raise ValueError(f"caches of strides {k_cache.stride()} and {v_cache.stride()}: both need one layout whose"
                          f" heads of {dim} lie one after another")

@@ -4,8 +4,8 @@
 //                                     + offset[o, g] * sum over i in g of x[r, i]
 //
 // Codes are small whole numbers, so that code * x is what a float32 product makes of it, and no number of the matrix is
-// rounded. A lane of a vector is an output; sums run over the inputs in one order, whatever the rows beside, the thread,
-// or the width of the machine's registers:
+// rounded. A lane of a vector is an output; sums run over the inputs in one order, whatever the rows beside, the
+// thread, or the width of the machine's registers:
 //
 //     within a group      two sums, of even and of odd inputs, then the one plus the other
 //     over groups         total = fma(scale, sum, total); total = fma(offset, sum of x, total)
@@ -14,7 +14,7 @@
 //
 //     | 16 scales | 16 offsets, if any | codes of the group's inputs |
 //
-//     4 bits    8 inputs are 16 words of 32 bits, one an output; input j has bits 4 j .. 4 j + 3; codes count as -8 .. 7
+//     4 bits    8 inputs are 16 words of 32 bits, one an output; input j has bits 4 j .. 4 j + 3; codes are -8 .. 7
 //     8 bits    an input is 16 signed bytes, one an output
 //     scales and offsets in float32; or in float16, if all of them are: d, m with offset = m + 8 d, as GGUF stores them
 #include "threads.h"
@@ -80,7 +80,7 @@ inline Floats bytes_of(const uint8_t *from) {
 }
 
 // ------------------------------------------------------------------------------------------------------------ codes
-// Some inputs' codes of WIDTH outputs as factors of X: `[j]` is multiplied by the j-th of PARTS numbers of x, and `add`ed.
+// Some inputs' codes of WIDTH outputs as factors of X: `[j]` is multiplied by the j-th of PARTS numbers of x; `add` sums.
 template <int BITS, class X>
 struct Codes;
 
@@ -171,8 +171,8 @@ struct Rows {
     const float *sums;  // over the inputs of each group: [groups, count]
 };
 
-// What ROWS rows have of WIDTH outputs so far. Arrays are indexed by numbers that are known when this is compiled, and stay
-// in registers.
+// What ROWS rows have of WIDTH outputs so far. Arrays are indexed by numbers that are known when this is compiled, and
+// stay in registers.
 template <int BITS, int ROWS, class X>
 struct Sums {
     using Code = Codes<BITS, X>;

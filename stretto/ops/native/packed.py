@@ -70,6 +70,7 @@ class Arranged:
 
     def product(self, bias: torch.Tensor | None) -> Product:
         """For kernels that multiply; valid while this and the bias are. `bias`: as in `multiply`."""
+        assert bias is None or (bias.shape == (self.outputs,) and bias.is_contiguous())
         return Product(multiply_address(), self._address, None if bias is None else bias.data_ptr(), self.outputs,
                        self.inputs)
 
@@ -77,11 +78,11 @@ class Arranged:
                  ) -> torch.Tensor:
         """x [T, inputs] -> out [T, outputs], float32 or bfloat16 each, neighbouring columns side by side; `bias`
         [outputs] in the type of `out`. `add`: onto what is in `out`. Returns it."""
-        assert x.dtype in TYPES and x.shape[1] == self.inputs and x.stride(1) == 1
-        assert out.dtype in TYPES and out.shape == (len(x), self.outputs) and out.stride(1) == 1
-        assert bias is None or (bias.dtype is out.dtype and bias.shape == (self.outputs,) and bias.is_contiguous())
+        rows, inputs = x.shape
+        assert inputs == self.inputs and out.shape == (rows, self.outputs) and x.stride(1) == 1 == out.stride(1)
+        assert x.dtype in TYPES and out.dtype in TYPES and (bias is None or bias.dtype is out.dtype)
         half = (x.dtype is torch.bfloat16) + 2 * (out.dtype is torch.bfloat16)
-        _multiply()(self._address, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), out.stride(0),
+        _multiply()(self._address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), out.stride(0),
                     None if bias is None else bias.data_ptr(), half, add, torch.get_num_threads())
         return out
 

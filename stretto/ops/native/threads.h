@@ -37,8 +37,8 @@ inline void throw_of(int code) {
     if (code != FINE) throw std::runtime_error("a native kernel");
 }
 
-// Calls work(i) for i in [0, count), in any order, on up to `threads` threads; returns when all have been done. Who does
-// which is decided while they run, so results may not depend on it. Where one throws, so does this.
+// Calls work(i) for i in [0, count), in any order, on up to `threads` threads; returns when all have been done. Who
+// does which is decided while they run, so results may not depend on it. Where one throws, so does this.
 template <class Work>
 void for_each(int64_t count, int threads, const Work &work) {
     if (threads <= 1 || count <= 1 || gomp_parallel == nullptr) {
