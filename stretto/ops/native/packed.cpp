@@ -80,7 +80,7 @@ inline Floats bytes_of(const uint8_t *from) {
 }
 
 // ------------------------------------------------------------------------------------------------------------ codes
-// Codes of some inputs and WIDTH outputs as factors of X: `[j]` goes with the j-th of PARTS numbers of x, `add` sums up.
+// Codes of some inputs and WIDTH outputs, factors of X: `[j]` goes with the j-th of PARTS numbers of x, `add` sums up.
 template <int BITS, class X>
 struct Codes;
 
