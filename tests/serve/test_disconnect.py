@@ -259,7 +259,7 @@ async def test_case_6_09_an_aborted_id_is_free_at_once():
 
 
 async def test_case_6_09_an_aborted_id_is_free_although_its_client_does_not_read():
-    async with make_served(CoreOptions(block=8, max_model_len=200_000)) as api:
+    async with make_served(CoreOptions(block=8, step_seconds=0.002, max_model_len=200_000)) as api:
         stuck = raw_post(api.url, {"prompt": "x", "stream": True, "logprobs": 20, "request_id": "x", **ENDLESS})
         await until(lambda: generated(api, 2000), 20)
         assert await api.service.abort("x")
