@@ -98,7 +98,9 @@ def check(source: str, walks: int = 4, steps: int = 40, known: MaskCache | None 
             if rng.random() < 0.5:
                 ids = sorted(ids, key=lambda i: -len(texts.texts[i]))[:5]
             token = rng.choice(ids)
-            assert here.try_consume_tokens([token]) == 1
+            if not here.try_consume_tokens([token]):  # a bound of the library: such answers end there
+                assert "too many expressions" in here.get_error(), (source, token, here.get_error())
+                break
             place = places.after(place, token)
     return made, again
 
